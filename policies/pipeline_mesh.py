@@ -51,8 +51,8 @@ def check_end2end(policy: str, config: ComputeConfig) -> None:
         raise ConfigError(
             f"policy {policy!r} needs use_end2end=True",
             why="a pipeline runs forward and backward of all samples itself, in train_step",
-            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the "
-            "loss",
+            hint="ComputeConfig(use_end2end=True, ...), on the command line --set "
+            "use_end2end=true, with a model whose first result is the loss",
         )
 
 

@@ -128,6 +128,16 @@ def check_imbalance(graph: IRGraph, imbalance: Imbalance | None) -> None:
             )
 
 
+def check_has_experts(graph: IRGraph, option: str) -> None:
+    """Raise :class:`PlanError` for an option about experts that the model does not have."""
+    if not any(_dispatches(op) for op in graph.ops):
+        raise PlanError(
+            f"{option} is about experts, and {graph.name} has none",
+            why="no tokens are dispatched to experts in it",
+            hint=f"leave out {option}; docs/experts.md says which forms of experts are known",
+        )
+
+
 def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IROp:
     """The operator with what is stored of its operands and results, and without the number of rows
     among its arguments.

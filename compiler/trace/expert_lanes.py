@@ -22,7 +22,12 @@ from typing import NoReturn
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.trace.calls.chosen_experts import ROWS, Question, question_of
+from shardwright.compiler.trace.calls.chosen_experts import (
+    ROWS,
+    Question,
+    num_choices,
+    question_of,
+)
 from shardwright.runtime.errors import TraceError
 
 _HINT = (
@@ -66,7 +71,7 @@ def find_lanes(graph: IRGraph, made_by: dict[str, IROp]) -> list[list[Lane]]:
         loops.setdefault(_identity(question.chosen, made_by), []).append(Lane(question, op))
     for lanes in loops.values():
         _find_bodies(graph.ops, lanes)
-    return [_in_order(lanes, graph) for lanes in loops.values()]
+    return [_in_order(lanes, graph, made_by) for lanes in loops.values()]
 
 
 _VIEWS = {"getitem", "select", "squeeze", "view", "reshape", "flatten", "to"}
@@ -119,7 +124,7 @@ def _sum_into(op: IROp, lane: Lane) -> IRValue | None:
     return None
 
 
-def _in_order(lanes: list[Lane], graph: IRGraph) -> list[Lane]:
+def _in_order(lanes: list[Lane], graph: IRGraph, made_by: dict[str, IROp]) -> list[Lane]:
     """The lanes in the order in which they are added up, all experts once, each to the sum of those
     before it.
     """
@@ -129,6 +134,9 @@ def _in_order(lanes: list[Lane], graph: IRGraph) -> list[Lane]:
     if experts != list(range(len(lanes))):
         shown = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
         refuse(first, f"it runs the experts {shown}, not each of them once")
+    choices = num_choices(lanes[0].question.chosen, made_by)
+    if choices is not None and choices > len(lanes):
+        refuse(first, f"it runs {len(lanes)} experts, and {choices} may be chosen")
     readers: dict[str, list[IROp]] = {}
     for op in graph.ops:
         for value in op.operands:

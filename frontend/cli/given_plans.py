@@ -20,7 +20,11 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, Optimize
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.passes.chosen_rows import check_imbalance, imbalance_of
+from shardwright.compiler.passes.chosen_rows import (
+    check_has_experts,
+    check_imbalance,
+    imbalance_of,
+)
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import Imbalance, imbalance_text
 from shardwright.compiler.plan.pipeline import PipelineProgram
@@ -72,6 +76,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     )
     if imbalance is not None:
         check_imbalance(compiled.program.graph, imbalance)
+        check_has_experts(compiled.program.graph, "--imbalance")
 
     def compiled_with(imbalance: Imbalance) -> Compiled:
         """Compile the plan for tokens that choose experts as unevenly as that."""

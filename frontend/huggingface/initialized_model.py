@@ -333,6 +333,30 @@ _NOT_IN_GENERATE: Mapping[str, str] = {
 }
 
 
+MAKERS = ("from_pretrained", "from_config", "_from_config")
+"""Class methods that make a model."""
+
+
+def _maker(cls: type[nn.Module], name: str) -> classmethod[Any, Any, Any]:
+    """The class method of ``cls``, which makes a model of ``cls``."""
+    make = getattr(cls, name)
+
+    @functools.wraps(make)
+    def made(_: type, *args: Any, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    return classmethod(made)
+
+
+def _not_pickled(self: nn.Module, _: Any) -> Any:
+    raise UsageError(
+        f"a {type(self).__name__} cannot be pickled or copied once it is initialized",
+        why=f"{_PIECES}, and programs that are compiled for its ranks",
+        hint="model.save_parallelized(directory) saves it, with merge_checkpoints=True as "
+        "from_pretrained reads it; a copy is made before shardwright.initialize",
+    )
+
+
 @functools.cache
 def initialized_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of an initialized model of class ``cls``, under the same name."""
@@ -348,12 +372,16 @@ def initialized_class(cls: type[nn.Module]) -> type[nn.Module]:
         for name, (why, hint) in REFUSED.items()
         if hasattr(cls, name)
     }
+    # New models of this class are those of the user's: nothing about them is initialized.
+    makers = {name: _maker(cls, name) for name in MAKERS if hasattr(cls, name)}
     members = {
         "forward": forward,
+        "__reduce_ex__": _not_pickled,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         **methods,
+        **makers,
     }
     return type(cls.__name__, (InitializedModel, cls), members)
 

@@ -133,6 +133,13 @@ def check_pieces(directory: Path) -> None:
                 why="a file lies there, and save_parallelized makes a folder",
                 hint="pass the folder that save_parallelized was given",
             )
+        if _is_merged(directory):
+            raise CheckpointError(
+                f"{directory} holds a merged model, not its pieces",
+                why="save_parallelized(..., merge_checkpoints=True) left it for from_pretrained",
+                hint="from_pretrained before shardwright.initialize, or a folder that was saved "
+                "without merge_checkpoints",
+            )
         folder = find_folder(directory)
         names = Index.read(folder / INDEX_FILE).files
         missing = [name for name in sorted(names) if not (folder / name).exists()]
@@ -143,6 +150,12 @@ def check_pieces(directory: Path) -> None:
                 "are not there",
                 hint="copy the folder as a whole, from all nodes that saved",
             )
+
+
+def _is_merged(directory: Path) -> bool:
+    """Whether a folder holds a model as transformers saves it, and no checkpoint."""
+    has_model = any(directory.glob("model*.safetensors"))
+    return has_model and not any(directory.glob(f"*/{INDEX_FILE}"))
 
 
 def load_whole(

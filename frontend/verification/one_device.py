@@ -111,7 +111,7 @@ def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 def loss_of(outputs: Any) -> Tensor:
     """The loss in what a model returns: its ``loss``, the first item of a tuple, or the thing
-    itself.
+    itself. Raises :class:`UsageError` for what is no single number.
     """
     if isinstance(outputs, Mapping) and "loss" in outputs:
         loss = outputs["loss"]
@@ -121,4 +121,10 @@ def loss_of(outputs: Any) -> Tensor:
         loss = (
             outputs[0] if isinstance(outputs, tuple | list) else getattr(outputs, "loss", outputs)
         )
-    return loss  # type: ignore[no-any-return]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(
+            "the model returns no loss whose gradients could be compared",
+            why=f"where one is looked for is {brief(loss)}, and a loss is a single number",
+            hint="verify a module that returns the loss, by itself, under the name loss, or first",
+        )
+    return loss

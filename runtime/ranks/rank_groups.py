@@ -66,10 +66,18 @@ def mesh_of_order(order: str, sizes: Mapping[str, int]) -> Mesh:
             raise ConfigError(
                 f"the order {order!r} lacks the axis {name!r}",
                 why=f"{size} ranks differ along it",
-                hint=f"say where it stands: {order}-{name}",
+                hint=f"name every axis, the fastest first: {_with_all(names, sizes)}",
             )
     # A mesh is written major to minor, an order fastest first.
     return Mesh(tuple((name, sizes.get(name, 1)) for name in reversed(names)))
+
+
+def _with_all(names: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """The known axes of an order, with those that it lacks in front of ``dp``, or last."""
+    known = [name for name in names if name in sizes or name in DEFAULT_ORDER.split("-")]
+    lacking = [name for name in sizes if name not in names]
+    at = known.index("dp") if "dp" in known else len(known)
+    return "-".join([*known[:at], *lacking, *known[at:]])
 
 
 def _names(what: str, given: str | Sequence[str]) -> tuple[str, ...]:

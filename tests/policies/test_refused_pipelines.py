@@ -184,7 +184,8 @@ def test_a_pipeline_runs_whole_steps(tmp_path: Path) -> None:
     assert refused(tmp_path, Deep(), 2, {}, use_end2end=False) == (
         "policy 'pp' needs use_end2end=True\n"
         "  why:   a pipeline runs forward and backward of all samples itself, in train_step\n"
-        "  try:   ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss"
+        "  try:   ComputeConfig(use_end2end=True, ...), on the command line --set "
+        "use_end2end=true, with a model whose first result is the loss"
     )
 
 

@@ -62,10 +62,25 @@ def chooser_of(chosen: IRValue, made_by: dict[str, IROp]) -> str | None:
     """The operator that chose experts by their scores; ``None`` for numbers of another kind, such
     as tokens or labels.
     """
+    op = _chooser(chosen, made_by)
+    return None if op is None else op.target
+
+
+def num_choices(chosen: IRValue, made_by: dict[str, IROp]) -> int | None:
+    """The number of things that were chosen from, if it is known."""
+    op = _chooser(chosen, made_by)
+    dim = None if op is None else op.arg("dim", -1)
+    if op is None or not isinstance(dim, int):
+        return None
+    size = op.operands[0].shape[dim]
+    return size if isinstance(size, int) else None
+
+
+def _chooser(chosen: IRValue, made_by: dict[str, IROp]) -> IROp | None:
     op = made_by.get(chosen.name)
     while op is not None and op.target in _VIEWS:
         op = made_by.get(op.operands[0].name)
-    return op.target if op is not None and op.target in _CHOOSERS else None
+    return op if op is not None and op.target in _CHOOSERS else None
 
 
 def question_of(mask: IRValue, made_by: dict[str, IROp]) -> Question | None:

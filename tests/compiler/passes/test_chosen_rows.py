@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expert_models import BY_HAND, verify_experts
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.compiler.passes.chosen_rows import (
+    check_has_experts,
     check_imbalance,
     imbalance_of,
     stored_shares,
@@ -183,6 +184,10 @@ def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
     assert Plan.from_json(json.loads(plan.dumps())).imbalance == measured
     with pytest.raises(PlanError, match=r"given for 'layers.7', which has no experts"):
         check_imbalance(graph, {"layers.7": 2.0})
+    check_has_experts(graph, "--imbalance")
+    dense = plans.traced(nn.Linear(2, 2), {"input": torch.zeros(2, 2)})
+    with pytest.raises(PlanError, match="--imbalance is about experts, and Linear has none"):
+        check_has_experts(dense, "--imbalance")
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(named))
     assert read_imbalance(str(file)) == named and read_imbalance("2") == 2.0

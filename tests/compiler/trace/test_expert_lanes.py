@@ -190,6 +190,14 @@ def missing(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
+def without_the_last(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for index in range(NUM_EXPERTS - 1):
+        token, choice = torch.where(chosen == index)
+        y.index_add_(0, token, m.experts[index](x[token]) * weights[token, choice, None])
+    return y
+
+
 def read_between(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     y, seen = torch.zeros_like(x), 0
     for index, expert in enumerate(m.experts):
@@ -215,6 +223,7 @@ def overwritten(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         (other_numbers, "mul gets 2 here, 1 for the first expert"),
         (normed, "layer_norm has weights of its own for each expert"),
         (missing, "it runs the experts 1, 2, not each of them once"),
+        (without_the_last, "it runs 2 experts, and 3 may be chosen"),
         (read_between, "the sum of some of the experts is read by other operators"),
         (overwritten, "each expert overwrites what others made of a token"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -240,6 +241,10 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
             parameter.data.zero_()
         model.from_parallelized(folder / "pieces")
         found["loaded"] = initialized.differing_pieces(model, str(folder))
+    fresh = type(model).from_pretrained(folder / "merged")
+    assert type(fresh) is transformers.GPT2LMHeadModel, (
+        "what its class makes is a model like any other"
+    )
     found["errors"] = errors_of(model, folder)
     found["errors"]["stepped"] = report_of(lambda: sgd_that_stepped(whole, model).step())
     return found
@@ -263,7 +268,17 @@ def errors_of(model: Any, folder: Path) -> dict[str, str]:
         "missing": lambda: model.from_parallelized(broken),
         "no folder": lambda: model.from_parallelized(file),
         "file": lambda: model.save_parallelized(file),
+        "merged": "CheckpointError: FOLDER/merged holds a merged model, not its pieces\n"
+        "  why:   save_parallelized(..., merge_checkpoints=True) left it for from_pretrained\n"
+        "  try:   from_pretrained before shardwright.initialize, or a folder that was saved without "
+        "merge_checkpoints",
+        "copied": "UsageError: a GPT2LMHeadModel cannot be pickled or copied once it is initialized\n"
+        "  why:   every rank has pieces of its own, and programs that are compiled for its ranks\n"
+        "  try:   model.save_parallelized(directory) saves it, with merge_checkpoints=True as "
+        "from_pretrained reads it; a copy is made before shardwright.initialize",
         "merged into a file": lambda: model.save_parallelized(file, merge_checkpoints=True),
+        "copied": lambda: copy.deepcopy(model),
+        "merged": lambda: model.from_parallelized(folder / "merged"),
         "whole state": lambda: model.load_state_dict(make("gpt2").state_dict()),
     }
     return {name: report_of(action) for name, action in actions.items()}

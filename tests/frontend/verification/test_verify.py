@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.frontend.verification import verify as verification
 from shardwright.frontend.verification.verify import verify
+from shardwright.runtime.errors import UsageError
 
 
 class Small(nn.Module):
@@ -57,6 +58,12 @@ def test_nothing_stays_alive(policy: str, fields: dict[str, Any]) -> None:
     assert counts[-1] - counts[2] <= 12, counts  # caches of a first call are filled by then
     left = [name for name in set(sys.modules) - modules if name.startswith("shardwright_generated")]
     assert len(left) <= 6, left  # those of the last one go when the next module is loaded
+
+
+def test_a_model_without_a_loss_is_told_so() -> None:
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2}
+    with pytest.raises(UsageError, match="the model returns no loss whose gradients"):
+        verify(nn.Linear(8, 8), {"input": torch.ones(4, 8)}, "tp", config)
 
 
 class WithSpare(Small):

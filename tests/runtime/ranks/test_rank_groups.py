@@ -88,7 +88,7 @@ def test_ten_thousand_ranks():
             "tp",
             "the order 'tp-pp' lacks the axis 'dp'\n"
             "  why:   4 ranks differ along it\n"
-            "  try:   say where it stands: tp-pp-dp",
+            "  try:   name every axis, the fastest first: tp-pp-dp",
         ),
         ("tp-tp", {}, "tp", "order is names of axes joined by '-', each once"),
         ("tp--dp", {}, "tp", "order is names of axes joined by '-', each once"),

@@ -13,8 +13,8 @@ from rich.table import Table
 from shardwright import __version__
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.time.operator_file import load_times
-from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.passes.chosen_rows import check_has_experts
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate

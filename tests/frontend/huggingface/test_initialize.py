@@ -268,14 +268,6 @@ def errors_of(model: Any, folder: Path) -> dict[str, str]:
         "missing": lambda: model.from_parallelized(broken),
         "no folder": lambda: model.from_parallelized(file),
         "file": lambda: model.save_parallelized(file),
-        "merged": "CheckpointError: FOLDER/merged holds a merged model, not its pieces\n"
-        "  why:   save_parallelized(..., merge_checkpoints=True) left it for from_pretrained\n"
-        "  try:   from_pretrained before shardwright.initialize, or a folder that was saved without "
-        "merge_checkpoints",
-        "copied": "UsageError: a GPT2LMHeadModel cannot be pickled or copied once it is initialized\n"
-        "  why:   every rank has pieces of its own, and programs that are compiled for its ranks\n"
-        "  try:   model.save_parallelized(directory) saves it, with merge_checkpoints=True as "
-        "from_pretrained reads it; a copy is made before shardwright.initialize",
         "merged into a file": lambda: model.save_parallelized(file, merge_checkpoints=True),
         "copied": lambda: copy.deepcopy(model),
         "merged": lambda: model.from_parallelized(folder / "merged"),
@@ -381,6 +373,14 @@ ERRORS = {
     "file": "FileError: FOLDER/file is not a folder\n"
     "  why:   a file lies there, and the model is saved into a folder\n"
     "  try:   name another one, or delete the file",
+    "merged": "CheckpointError: FOLDER/merged holds a merged model, not its pieces\n"
+    "  why:   save_parallelized(..., merge_checkpoints=True) left it for from_pretrained\n"
+    "  try:   from_pretrained before shardwright.initialize, or a folder that was saved without "
+    "merge_checkpoints",
+    "copied": "UsageError: a GPT2LMHeadModel cannot be pickled or copied once it is initialized\n"
+    "  why:   every rank has pieces of its own, and programs that are compiled for its ranks\n"
+    "  try:   model.save_parallelized(directory) saves it, with merge_checkpoints=True as "
+    "from_pretrained reads it; a copy is made before shardwright.initialize",
     "merged into a file": "FileError: FOLDER/file is not a folder\n"
     "  why:   a file lies there, and the model is saved into a folder\n"
     "  try:   name another one, or delete the file",

@@ -7,6 +7,7 @@ import pytest
 import zoo
 from sequence_models import get
 
+from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.policies import context_axes
 
 
@@ -27,3 +28,16 @@ def test_turns_follow_the_mask(
     plan = plans.compile_with(graph, "cp", 2, pas_config={"cp_mode": "gather"}).plan
     assert plan.mesh.turns == turns
     assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_a_window_longer_than_the_sequence_is_causal_attention() -> None:
+    """And a shorter one is not."""
+    entry = zoo.get("mistral")
+    for window, kernel in ((64, "scaled_dot_product_attention"), (3, "attention_where")):
+        graph = plans.traced(entry.build(sliding_window=window), entry.inputs())
+        compiled = plans.compile_with(graph, "cp", 2, pas_config={"cp_mode": "ring"})
+        ops = compiled.program.graph.ops
+        attention = [op for op in ops if op.target in ATTENTION]
+        assert {op.target for op in attention} == {kernel}
+        assert all(op.arg("is_causal", False) for op in attention) == (window == 64)
+        assert compiled.plan.mesh.turns == (("cp", 1),)

@@ -174,8 +174,9 @@ def _read(
             f"policy {settings.policy.name!r} needs dummy_forward_args",
             why="it searches the plan that is fastest for batches and sequences of some sizes, and "
             "they are not known",
-            hint="initialize(..., dummy_forward_args={'input_ids': ..., 'labels': ...}): an "
-            "example of your call; other sizes run, too",
+            hint="initialize(..., dummy_forward_args={'input_ids': ..., 'labels': ...}), or in the "
+            "initialize_options of a ShardwrightTrainer: an example of your call; other sizes run, "
+            "too",
         )
     arguments = dummy_args or default_arguments(
         model, with_labels=not settings.config.inference_only

@@ -46,9 +46,7 @@ def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
         for value, refs in zip(op.operands, op.rule.operands, strict=True):
             for dim, factors in enumerate(refs):
                 for ref in factors:
-                    # Of equal parts, (1 + 1) x rows, the rows are the batch itself.
-                    segments = op.rule.factor(ref.factor).segments
-                    if ref.segment is not None and segments[ref.segment] != 1:
+                    if ref.segment is not None:
                         known = set(graph.dims.values[value.name][dim])
                         parts.setdefault(ref.factor, set()).add(
                             bool(known) and known <= batch | joined

@@ -5,8 +5,7 @@ A dim is a list of **nodes**, outermost first. A value is produced with one list
 another, and the two lists are walked together. Nodes of equal size become one. Of two unequal nodes
 the larger is refined into a product, outermost first. A node may be a **concatenation** of nodes
 (fused query, key and value). When all its parts end in the same inner node, it becomes
-(concatenation of the outer parts) x inner; also when it has as many equal parts as it is read in.
-Nodes of size 1 carry nothing. Dims become one because a
+(concatenation of the outer parts) x inner. Nodes of size 1 carry nothing. Dims become one because a
 value flows from one to the other, never because they have equal sizes.
 
 Afterwards every factor that was refined is replaced in its rule by the product of its pieces, so
@@ -104,9 +103,7 @@ class Unifier:
                     return
             elif x is not y:
                 larger, smaller = (x, y) if divides(y.size, x.size) else (y, x)
-                if self._part_is_inner(larger, smaller.size):
-                    continue
-                # Other concatenations cannot be refined; 12 and 64 have no product in common.
+                # A concatenation cannot be refined, and 12 and 64 have no product in common.
                 if larger.parts or not divides(smaller.size, larger.size):
                     self.conflicts.append(
                         f"{where}: {[n.size for n in a]} against {[n.size for n in b]}"
@@ -127,20 +124,6 @@ class Unifier:
         if y.parts:
             x, y = y, x
         y.parent = x
-        return True
-
-    def _part_is_inner(self, node: Node, count: Size) -> bool:
-        """Turn a concatenation of ``count`` equal parts into (concatenation of ones) x part; false
-        if it is none. ``torch.cat((x, y)).split(len(x))`` has the rows of ``x`` in both parts.
-        """
-        first, *others = node.parts or [node]
-        if len(node.parts) != count or any(part.size != first.size for part in others):
-            return False
-        for part in others:
-            self.unify([first], [part], "equal parts of a concatenation")
-        outer = Node(count, parts=[Node(1) for _ in node.parts])
-        self.concatenations.append(outer)
-        node.kids = [outer, first]
         return True
 
     def factor_out(self) -> None:

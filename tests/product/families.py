@@ -642,6 +642,7 @@ CAUSES = {
     "yolos": "its images make 7,013 patches each, beside which its feed-forward layers are too "
     "narrow to be worth what splitting them sends",
     "sew_d": "under `data` all ranks project the relative positions, which belong to no sample",
+    "zoedepth": "two stages are laid end to end along the batch, and taken apart again",
 }
 """Why folders are hollow, where that is known."""
 

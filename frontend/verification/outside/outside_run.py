@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ class OutsideReport:
         return "\n".join(lines)
 
 
+PATIENCE_S = 5.0
+"""How long a rank that fails waits for the verdict of the typed one."""
+
+
 class _Refused(Exception):
     """The typed rank stops here."""
 
@@ -115,6 +120,7 @@ def _typed_rank(
     directory: Path, config: ComputeConfig, samples: Samples, training: bool, typed: int
 ) -> TypedRank:
     runs: list[_TypedRun] = []
+    is_done = threading.Event()
 
     def run(rank: int) -> None:
         module = load_class(directory)()
@@ -123,6 +129,18 @@ def _typed_rank(
         # threads.
         if rank == typed:
             runs.append(_TypedRun(module))
+        try:
+            step(rank, module)
+        except Exception:
+            # What the types say of a fault comes first, if the typed rank gets as far.
+            if rank != typed:
+                is_done.wait(PATIENCE_S)
+            raise
+        finally:
+            if rank == typed:
+                is_done.set()
+
+    def step(rank: int, module: Any) -> None:
         unit_samples = samples[rank // config.plan_ngpus]
         if config.use_end2end:
             module.train_step([sample_of(module, inputs) for inputs in unit_samples])

@@ -138,8 +138,9 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         assert isinstance(optimizer, ParallelOptimizer)
         self.precision.unscale_gradients(optimizer)
         optimizer.sync_shard_grad()
-        for _, gradient in optimizer.gradient_holders:
-            gradient.clamp_(-float(clip_val), float(clip_val))
+        for _, holder in optimizer.gradient_holders:
+            if holder.grad is not None:
+                holder.grad.clamp_(-float(clip_val), float(clip_val))
 
     # Checkpoints
 

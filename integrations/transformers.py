@@ -140,6 +140,12 @@ class ShardwrightMixin:
                 why="a model that is made anew for each trial (model_init) would need new programs",
                 hint="model=AutoModelForCausalLM.from_pretrained(...)",
             )
+        if not isinstance(parallel, ComputeConfig | Mapping | None):
+            raise ConfigError(
+                f"parallel={brief(parallel)} is no config",
+                why="it says the policy and the ranks that share the model, as for initialize",
+                hint='parallel={"pas_policy": "tp", "plan_ngpus": 2}',
+            )
         # accelerate makes the process group, with its own choice of backend, before anything else.
         _ = args.device
         _check_zero(_zero_stage(model, parallel), args)

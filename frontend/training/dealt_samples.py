@@ -56,8 +56,8 @@ def batches_of(settings: RunSettings, num_ranks: int, *, replan: bool = False) -
         raise ConfigError(
             f"{num_ranks} ranks cannot be dealt into units of {plan_ngpus}",
             why="parallel.plan_ngpus ranks share one copy of the model",
-            hint="start a multiple of it, or leave parallel.plan_ngpus out: all ranks make one "
-            "unit then",
+            hint="start a multiple of it (num_ranks, where this command starts them), or leave "
+            "parallel.plan_ngpus out: all ranks make one unit then",
         )
     num_units = num_ranks // plan_ngpus
     share, rest = divmod(settings.global_batch, num_units)

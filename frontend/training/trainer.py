@@ -136,6 +136,12 @@ def train(settings: RunSettings, *, hooks: Mapping[str, Hook] | None = None) -> 
         made = _set_up(settings, world, stop, {**settings.hooks, **(hooks or {})})
         # All steps were taken before: nothing is left to run.
         if isinstance(made, RunResult):
+            if world.rank == 0:
+                print(
+                    f"all {made.num_steps} steps of this run were taken before: raise steps, or "
+                    f"name another output than {settings.output}",
+                    flush=True,
+                )
             return made
         run = made
         with run.loggers:

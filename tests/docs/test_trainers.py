@@ -44,6 +44,16 @@ texts = datasets.Dataset.from_list(
 """
 
 
+CLIPPED_BY_VALUE = """
+optimizer.zero_grad()
+fabric.backward(module(x=x, y=y))
+weights = [parameter.detach().clone() for parameter in module.parameters()]
+fabric.clip_gradients(module, optimizer, clip_val=1e-4)
+for parameter, weight in zip(module.parameters(), weights):
+    assert torch.equal(parameter, weight) and 0 < parameter.grad.abs().max() <= 1e-4
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(4), ids=["transformers", "pipelines", "fabric", "trl"])
 def test_the_scripts_of_the_page_train_on_four_ranks(number: int, tmp_path: Path) -> None:
@@ -56,6 +66,7 @@ def test_the_scripts_of_the_page_train_on_four_ranks(number: int, tmp_path: Path
     end = "\nimport torch\ntorch.distributed.barrier()\n"
     script = script.replace('TrainingArguments("out"', 'TrainingArguments("out", use_cpu=True')
     script = script.replace('SFTConfig("out"', 'SFTConfig("out", use_cpu=True, save_steps=4')
+    script += CLIPPED_BY_VALUE if number == 2 else ""
     (tmp_path / "train.py").write_text(script + end)
     run_script(4, tmp_path, "train.py")
     if number == 2:

@@ -91,6 +91,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     plain = arguments("unused", use_cpu=True, report_to=[])
     with pytest.raises(shardwright.ConfigError, match="parallel= is missing"):
         ours(model=tiny("llama"), args=plain)
+    with pytest.raises(shardwright.ConfigError, match="parallel='tp' is no config"):
+        ours(model=tiny("llama"), args=plain, parallel="tp")
     uneven = arguments(
         "unused", use_cpu=True, report_to=[], accelerator_config={"even_batches": False}
     )

@@ -75,7 +75,9 @@ def stopping_at(step: int) -> Any:
     return on_step_end
 
 
-def test_a_run_that_is_stopped_goes_on_under_another_plan(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_goes_on_under_another_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Stopped on one of two ranks of tp, resumed on three copies, then as a pipeline: the losses
     of one device, and one record of each step.
     """
@@ -93,6 +95,9 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(tmp_path: Path) -> Non
         tmp_path, global_batch=12, microbatch=3, parallel__policy="pp", export=str(tmp_path / "out")
     )
     assert run(2, last).is_complete
+    capsys.readouterr()
+    assert run(2, last).is_complete
+    assert "all 6 steps of this run were taken before: raise steps" in capsys.readouterr().out
     whole = settings(tmp_path / "alone", global_batch=12)
     torch.manual_seed(0)
     model = tagger()

@@ -395,6 +395,10 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     index.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder of shards")
 
 
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``demo``: there are none."""
+
+
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument(

@@ -21,6 +21,7 @@ from shardwright.frontend.cli.command_arguments import (
     add_data,
     add_diff,
     add_directory,
+    add_demo,
     add_doctor,
     add_explain,
     add_inspect,
@@ -231,6 +232,15 @@ network between them apart. Ctrl-C leaves FILE as it was.""",
     shardwright data index shards/
 
 Which rank reads which samples: shardwright inspect DIR --data.""",
+    ),
+    "demo": Command(
+        add_demo,
+        "shardwright.frontend.cli.demo:run_demo",
+        """Compile a small GPT for two ranks, train it, and compare with one device.
+
+    shardwright demo
+
+Takes about a minute. What it makes stays in .shardwright/demo of the folder that you are in.""",
     ),
     "doctor": Command(
         add_doctor,

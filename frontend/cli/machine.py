@@ -24,7 +24,7 @@ from shardwright.frontend.training.launching import rank_variables
 
 LIBRARIES = (
     "torch", "transformers", "safetensors", "numpy", "networkx", "ortools", "datasets",
-    "tensorboard", "wandb", "peft", "accelerate", "lightning",
+    "tensorboard", "wandb", "peft", "accelerate", "lightning-fabric",
 )  # fmt: skip
 
 LIMIT_S = 90

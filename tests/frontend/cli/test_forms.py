@@ -82,6 +82,19 @@ def test_completion_and_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no checkpoint in nowhere" in capsys.readouterr().err
 
 
+def test_the_demo_is_a_script_of_the_repository(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+    done = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command) or done)
+    assert main(["demo"]) == 3
+    assert Path(ran[0][1]).is_file() and ran[0][1].endswith("examples/demo.py")
+    monkeypatch.setattr("shardwright.frontend.cli.demo.EXAMPLES", tmp_path)
+    assert program(["demo"]) == 1
+    assert "the demo is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_doctor_lets_two_ranks_meet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0

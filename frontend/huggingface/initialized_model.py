@@ -349,6 +349,7 @@ def _maker(cls: type[nn.Module], name: str) -> classmethod[Any, Any, Any]:
 
 
 def _not_pickled(self: nn.Module, _: Any) -> Any:
+    """Refuse ``pickle``, and ``torch.save`` and ``copy.deepcopy``, which go the same way."""
     raise UsageError(
         f"a {type(self).__name__} cannot be pickled or copied once it is initialized",
         why=f"{_PIECES}, and programs that are compiled for its ranks",

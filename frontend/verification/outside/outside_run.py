@@ -131,8 +131,7 @@ def _typed_rank(
             runs.append(_TypedRun(module))
         try:
             step(rank, module)
-        except Exception:
-            # What the types say of a fault comes first, if the typed rank gets as far.
+        except Exception:  # what the types say of a fault comes first, if that rank gets as far
             if rank != typed:
                 is_done.wait(PATIENCE_S)
             raise

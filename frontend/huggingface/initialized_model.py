@@ -20,12 +20,9 @@ from shardwright.frontend.huggingface.model_folders import check_pieces, save_me
 from shardwright.frontend.huggingface.model_programs import Programs, place_in
 from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardwright.runtime.errors import ConfigError, UsageError, brief
-from shardwright.runtime.module.call_checks import (
-    DeclaredParameter,
-    check_parameters,
-    compare_inputs,
-)
+from shardwright.runtime.module.call_checks import check_parameters, compare_inputs
 from shardwright.runtime.module.compiled import PROGRAM
+from shardwright.runtime.module.declarations import DeclaredParameter
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.module.wrappers import check_settings
 from shardwright.runtime.ranks.threads import ThreadWorld

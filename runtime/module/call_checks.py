@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +16,11 @@ from torch import Tensor, nn
 from shardwright.runtime.errors import InputError, UsageError, format_error
 from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.compiled import CompiledModule
-from shardwright.runtime.module.declarations import Declaration
-from shardwright.runtime.module.scope import Place
+from shardwright.runtime.module.declarations import Declaration, DeclaredParameter
 from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.training.reducer import Reducer
-
-
-class DeclaredParameter(NamedTuple):
-    """Where a parameter lives, what lies there, and whether it was trained when the module was
-    compiled.
-    """
-
-    place: Place
-    parameter: nn.Parameter
-    requires_grad: bool
 
 
 def check_devices(owner: str, tensors: Mapping[str, Tensor], device: torch.device) -> None:

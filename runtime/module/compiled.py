@@ -4,7 +4,7 @@ it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.declarations import Declaration, DeclaredParameter
 from shardwright.runtime.module.scope import Scope
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.communicator import Communicator
@@ -145,6 +145,12 @@ class CompiledModule(Scope):
 
     def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
         """The parameters of this rank that get gradients, in order, each once."""
+        raise NotImplementedError
+
+    def own_parameters(self) -> Sequence[DeclaredParameter]:
+        """The parameters, as they were when somebody put them there who may: the module itself, or
+        ``load_state_dict``.
+        """
         raise NotImplementedError
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:

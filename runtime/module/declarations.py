@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from shardwright.runtime.layout import Layout
+from shardwright.runtime.module.scope import Place
 
 Kind = Literal["parameter", "buffer", "constant"]
 
@@ -69,3 +71,13 @@ class Declaration:
             data["requires_grad"],
             data.get("stage"),
         )
+
+
+class DeclaredParameter(NamedTuple):
+    """Where a parameter lives, what lies there, and whether it was trained when the module was
+    compiled.
+    """
+
+    place: Place
+    parameter: nn.Parameter
+    requires_grad: bool

@@ -24,13 +24,12 @@ from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.call_checks import (
-    DeclaredParameter,
     StepsWithoutSums,
     check_reduced,
     is_summed,
 )
 from shardwright.runtime.module.compiled import CompiledModule
-from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.declarations import Declaration, DeclaredParameter
 from shardwright.runtime.module.extra_state import check_holds_wholes
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
@@ -245,9 +244,7 @@ class DeclaredModule(CompiledModule):
         self._note_parameters()
 
     def own_parameters(self) -> list[DeclaredParameter]:
-        """The parameters, as they were when somebody put them there who may: the module itself, or
-        ``load_state_dict``.
-        """
+        """See :meth:`CompiledModule.own_parameters`."""
         if self._are_replaced:
             self._note_parameters()
         return self._parameters_declared

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.module.call_checks import check_parameters
 from shardwright.runtime.module.distributed_checkpoints import watch_distributed_checkpoints
 from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.training.gradients import TrainedModel
@@ -71,11 +72,14 @@ def build_optimizer(
     Collective. Modules that were not compiled must hold the same values on all ranks, and get the
     same inputs on all ranks of a unit. A second call on the same parameters replaces the first.
 
-    Raises :class:`ConfigError` for a combination that cannot be honoured, and :class:`UsageError`
-    where state is split and parameters have gradients already.
+    Raises :class:`ConfigError` for a combination that cannot be honoured, :class:`UsageError`
+    where state is split and parameters have gradients already, and :class:`InputError` for
+    parameters that were frozen or unfrozen since the module was compiled.
     """
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
+    for part in model.parallel_modules:
+        check_parameters(part, part.own_parameters())
     parameters = dict(module.named_parameters())
     # Shards take the place of parameters: gradients that are there already would be lost.
     if model.settings.makes_shards:

@@ -8,7 +8,7 @@ from mlp_files import make_batch, make_model, write_files
 from mlp_training import ADAMW, Mixed, adamw, assert_equal_pieces, train_rank, train_reference
 from spawn import run_processes
 
-from shardwright.runtime.errors import ConfigError, UsageError
+from shardwright.runtime.errors import ConfigError, InputError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.build_optimizer import build_optimizer
@@ -503,6 +503,19 @@ def test_a_module_compiled_for_inference(tmp_path):
         "no gradients\n"
         "  try:   compile it without inference_only"
     )
+
+
+@pytest.mark.parametrize("num_units", [1, 2])
+def test_a_parameter_that_was_frozen_since_the_module_was_compiled(tmp_path, num_units):
+    directory = compiled(tmp_path, 1, num_units)
+
+    def build(rank):
+        module = load_class(directory)()
+        module.layers[0].bias.requires_grad_(False)
+        with pytest.raises(InputError, match="'layers.0.bias' of MLP is frozen, but was trained"):
+            build_optimizer(module, adamw)
+
+    run_ranks(num_units, build)
 
 
 def test_parts_compiled_for_different_units(tmp_path):

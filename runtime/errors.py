@@ -17,8 +17,10 @@ class ShardwrightError(Exception):
     """Base of all errors raised on purpose.
 
     ``what`` is one sentence. ``where``, ``why`` and ``hint`` are printed below it, each on a line
-    of its own.
+    of its own. ``exit_code``: what the command line ends with.
     """
+
+    exit_code = 1
 
     def __init__(
         self,
@@ -175,7 +177,11 @@ def did_you_mean(name: object, known: list[str] | tuple[str, ...]) -> str | None
     import difflib
 
     name = name[:200] if isinstance(name, str) else brief(name)
-    close = difflib.get_close_matches(name, known, n=1)
+    # Without case: of all names ``AdamW`` is nearest to ``adamw``, not ``Adam``.
+    spelled = {each.casefold(): each for each in known}
+    close = difflib.get_close_matches(name.casefold(), spelled, n=1)
     return (
-        f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, sorted(known)))}"
+        f"did you mean {spelled[close[0]]!r}?"
+        if close
+        else f"one of {', '.join(map(repr, sorted(known)))}"
     )

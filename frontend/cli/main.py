@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that
 ``verify`` finds to differ from one device; 2 a command line that does not parse; 130 interrupted by
-Ctrl-C; 141 nobody reads what is printed.
+Ctrl-C; 141 nobody reads what is printed. ``train`` has more (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         _print_error(str(error))
-        return 1
+        return error.exit_code
     except KeyboardInterrupt:
         if options.debug:
             raise

@@ -8,25 +8,42 @@ import sys
 
 import torch
 
-from shardwright.frontend.training.joining_ranks import joined_job, launcher
+from shardwright.frontend.training.joining_ranks import (
+    ToldByFirstRankError,
+    joined_job,
+    launcher,
+)
 from shardwright.frontend.training.launching import start_ranks
 from shardwright.frontend.training.read_settings import read_run
+from shardwright.frontend.training.resuming import checkpoint_to_resume
+from shardwright.frontend.training.run_checks import check_run
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.frontend.training.stopping import STOPPED_EXIT_CODE
+from shardwright.frontend.training.stopping import CONFIG_EXIT_CODE, STOPPED_EXIT_CODE
 from shardwright.frontend.training.trainer import train
+from shardwright.runtime.errors import DistributedError, FileError, ShardwrightError
 
 
 def run_train(options: argparse.Namespace) -> int:
     """Run ``train``."""
-    read = read_run(options.config, options.rest)
-    if options.print_config:
-        print(read)
-        return 0
-    # Nobody has started ranks: this process starts them, and waits for them.
-    if launcher(os.environ) is None:
-        return start_ranks(_num_ranks(read.settings), _command(options))
-    with joined_job():
-        result = train(read.settings)
+    try:
+        read = read_run(options.config, options.rest)
+        if options.print_config:
+            print(read)
+            return 0
+        # Nobody has started ranks: this process starts them, and waits for them.
+        if launcher(os.environ) is None:
+            num_ranks = _num_ranks(read.settings)
+            found = checkpoint_to_resume(read.settings, num_ranks)
+            replan = found is not None and found.is_moved_to(num_ranks)
+            check_run(read.settings, num_ranks, replan=replan)
+            return start_ranks(num_ranks, _command(options))
+        with joined_job():
+            result = train(read.settings)
+    except ToldByFirstRankError as error:
+        return _exit_code(error.__cause__)
+    except ShardwrightError as error:
+        error.exit_code = _exit_code(error)
+        raise
     if result.stopped_by is not None and os.environ.get("RANK") == "0":
         print(
             f"stopped by {result.stopped_by} after step {result.step} of {result.num_steps} and "
@@ -34,6 +51,12 @@ def run_train(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if result.is_complete else STOPPED_EXIT_CODE
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """What tells Slurm, and whoever starts runs again, whether that may help."""
+    may_pass = isinstance(error, DistributedError | FileError)
+    return 1 if may_pass else CONFIG_EXIT_CODE
 
 
 def _num_ranks(settings: RunSettings) -> int:

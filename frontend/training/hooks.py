@@ -11,7 +11,7 @@ call of the hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwright.frontend.files.named_object import load_target
@@ -23,6 +23,13 @@ PLACES = ("on_start", "on_step_end", "on_evaluate", "on_save", "on_end")
 """Before the first step; after every step; after an evaluation, a save, and the last step."""
 
 
+def check_places(places: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` for a place that there is not."""
+    for place in places:
+        if place not in PLACES:
+            raise ConfigError(f"there is no hook {place!r}", hint=did_you_mean(place, PLACES))
+
+
 class Hooks:
     """The hooks of a run by place: functions, or ``package.module:name`` of them.
 
@@ -31,9 +38,8 @@ class Hooks:
 
     def __init__(self, hooks: Mapping[str, Hook | str]) -> None:
         self._hooks: dict[str, Hook] = {}
+        check_places(hooks)
         for place, hook in hooks.items():
-            if place not in PLACES:
-                raise ConfigError(f"there is no hook {place!r}", hint=did_you_mean(place, PLACES))
             function = load_target(hook) if isinstance(hook, str) else hook
             if not callable(function):
                 raise ConfigError(f"hooks.{place} is a function", why=f"it is {brief(function)}")

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from shardwright.frontend.files.make_process_group import join_process_group
-from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.errors import DistributedError, ShardwrightError
 from shardwright.runtime.ranks.world import world_of_thread
+
+TOLD_WITHIN_S = 3.0
+"""How long ranks that end with an error wait for each other, to tell it once."""
 
 FIRST_PORT, NUM_PORTS = 20_000, 20_000
 """Jobs of Slurm take a port by their number, so that two on a node seldom take the same one."""
@@ -99,5 +104,41 @@ def joined_job() -> Iterator[None]:
     try:
         yield
         dist.barrier()  # no rank leaves while another still talks to it
+    except ShardwrightError as error:
+        if _is_told_by_first_rank(str(error)):
+            raise ToldByFirstRankError from error
+        raise
     finally:
         dist.destroy_process_group()
+
+
+class ToldByFirstRankError(Exception):
+    """Raised in the place of an error that rank 0 has too, and tells."""
+
+
+def _is_told_by_first_rank(text: str) -> bool:
+    """Whether rank 0 ends with the same error, so that this rank need not tell it again.
+
+    Rank 0 waits for the others, as the store may be in its process. None waits for long: a rank may
+    be alone with its error.
+    """
+    # The store of the running process group has no public accessor.
+    store = PrefixStore("shardwright/told", _get_default_store())
+    rank, others = dist.get_rank(), range(1, dist.get_world_size())
+    try:
+        if rank == 0:
+            store.set("text", text)
+            _wait_for(store, [f"read/{other}" for other in others])
+            return False
+        is_told = _wait_for(store, ["text"]) and store.get("text").decode() == text
+        store.set(f"read/{rank}", "")
+    except RuntimeError:  # the store is gone, and rank 0 with it
+        return False
+    return is_told
+
+
+def _wait_for(store: Store, keys: list[str]) -> bool:
+    deadline = time.monotonic() + TOLD_WITHIN_S
+    while not (is_there := store.check(keys)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_there

@@ -15,7 +15,11 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from shardwright.frontend.training.stopping import SIGNALS, STOPPED_EXIT_CODE
+from shardwright.frontend.training.stopping import (
+    CONFIG_EXIT_CODE,
+    SIGNALS,
+    STOPPED_EXIT_CODE,
+)
 from shardwright.runtime.errors import format_error
 
 GRACE_S = 20.0
@@ -44,8 +48,9 @@ def rank_variables(num_ranks: int) -> list[dict[str, str]]:
 def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
     """Run ``command`` (arguments of Python) as ranks of one job; returns the exit code.
 
-    0 if all ranks ended well, :data:`STOPPED_EXIT_CODE` if they were stopped and have saved, else
-    that of the first one that failed.
+    0 if all ranks ended well, :data:`STOPPED_EXIT_CODE` if they were stopped and have saved,
+    :data:`CONFIG_EXIT_CODE` if one has told that it cannot run, else that of the first one that
+    failed.
     """
     # As under torchrun: each rank would otherwise take all cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -86,6 +91,9 @@ def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         )
     if failed is None:
         return STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in codes else 0
+    # It has told why, and the others only miss it. Started again, it would tell the same.
+    if CONFIG_EXIT_CODE in codes:
+        return CONFIG_EXIT_CODE
     code = codes[failed]
     assert code is not None
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
@@ -93,8 +101,8 @@ def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         format_error(
             f"rank {failed} has ended with {how}",
             why="a run needs all of its ranks",
-            hint="look for the first error above; started again, the run goes on from its newest "
-            "checkpoint",
+            hint="look for the first error above; the same command goes on from the newest "
+            "checkpoint, if there is one",
         ),
         file=sys.stderr,
         flush=True,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -79,10 +80,7 @@ class TensorBoardLogger:
     """Numbers of steps as scalars of TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
-        except ImportError as error:
-            raise _not_installed("tensorboard", "tensorboard") from error
+        writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(str(folder))
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -99,10 +97,7 @@ class WandbLogger:
     """Numbers of steps in Weights & Biases."""
 
     def __init__(self, settings: RunSettings, config: Mapping[str, Any]) -> None:
-        try:
-            self._wandb: Any = import_module("wandb")
-        except ImportError as error:
-            raise _not_installed("wandb", "wandb") from error
+        self._wandb: Any = import_module("wandb")
         self._run = self._wandb.init(
             project=settings.log.project, dir=settings.output, config=dict(config)
         )
@@ -118,6 +113,16 @@ class WandbLogger:
         self._run.finish()
 
 
+def check_loggers(settings: RunSettings) -> None:
+    """Raise :class:`ConfigError` for a logger whose library is not installed."""
+    for library in settings.log.to:
+        if find_spec(library) is None:
+            raise ConfigError(
+                f"log.to names {library}, which is not installed",
+                hint=f"pip install {library}, or leave it out: log.jsonl has all records",
+            )
+
+
 class Loggers:
     """All loggers of a run. Ranks other than the first have none."""
 
@@ -128,9 +133,7 @@ class Loggers:
     def of(
         cls, settings: RunSettings, config: Mapping[str, Any], num_steps: int, *, is_first: bool
     ) -> Loggers:
-        """The loggers that the settings name. Raises :class:`ConfigError` for a library that is not
-        installed.
-        """
+        """The loggers that the settings name."""
         if not is_first:
             return cls(())
         output = Path(settings.output)
@@ -174,10 +177,3 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, int | float) and name not in ("step", "time")
     }
-
-
-def _not_installed(library: str, package: str) -> ConfigError:
-    return ConfigError(
-        f"log.to names {library}, which is not installed",
-        hint=f"pip install {package}, or leave it out: {'log.jsonl'} has all records",
-    )

@@ -279,7 +279,11 @@ def _value(path: str, annotation: Any, value: Any, given: Mapping[str, Given]) -
         (one.origin for name, one in given.items() if name == path or name.startswith(f"{path}.")),
         None,
     )
-    raise ConfigError(f"{path} is {kind.words}", where=origin, why=f"it is {shown(value)}")
+    # YAML has lists for what Python has as tuples.
+    is_list = isinstance(value, tuple)
+    words = kind.words.replace("a tuple", "a list", 1) if is_list else kind.words
+    found = brief(list(value)) if is_list else shown(value)
+    raise ConfigError(f"{path} is {words}", where=origin, why=f"it is {found}")
 
 
 def _as_number(text: str) -> Any:

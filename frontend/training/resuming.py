@@ -25,6 +25,10 @@ class Found:
     step: int
     num_ranks: int | None
 
+    def is_moved_to(self, num_ranks: int) -> bool:
+        """Whether it was saved by another number of ranks, as far as it says."""
+        return self.num_ranks not in (None, num_ranks)
+
 
 def checkpoint_folder(settings: RunSettings) -> Path:
     """Where the run saves."""
@@ -53,7 +57,7 @@ def checkpoint_to_resume(settings: RunSettings, num_ranks: int) -> Found | None:
         return None
     found = _read(find_folder(folder if resume == "auto" else Path(resume)))
     # ``None``: a checkpoint that does not say, such as one from another library.
-    if found.num_ranks not in (None, num_ranks) and settings.on_world_change == "refuse":
+    if found.is_moved_to(num_ranks) and settings.on_world_change == "refuse":
         raise ConfigError(
             f"{found.folder} was saved by {found.num_ranks} ranks, and {num_ranks} are running",
             why="on_world_change is 'refuse'",

@@ -23,7 +23,7 @@ def make_optimizer(module: ParallelModule, settings: OptimizerSettings) -> Paral
     """
     return build_optimizer(
         module,
-        _found(settings.name),
+        find_optimizer(settings.name),
         param_groups=decay_groups(settings),
         **dict(settings.options),
     )
@@ -42,12 +42,18 @@ def decay_groups(
     return lambda name, parameter: {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
 
-def _found(name: str) -> Any:
+def is_of_torch(name: str) -> bool:
+    """Whether an optimizer is named that ``torch.optim`` has, or should have."""
+    return not {":", "."} & set(name.removeprefix("torch.optim."))
+
+
+def find_optimizer(name: str) -> Any:
+    """The class, or function, that makes the optimizer of a name. Raises :class:`ConfigError`."""
     if ":" in name:
         return load_target(name)
     short = name.removeprefix("torch.optim.")
     # A dotted name of another package, ``bitsandbytes.optim.Adam8bit``: the last part is the class.
-    if "." in short:
+    if not is_of_torch(name):
         return load_target(":".join(short.rsplit(".", 1)))
     found = getattr(torch.optim, short, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):

@@ -24,6 +24,10 @@ STOPPED_EXIT_CODE = 75
 """``EX_TEMPFAIL`` of sysexits.h, "try again later": the run has saved, and is not complete."""
 
 
+CONFIG_EXIT_CODE = 78
+"""``EX_CONFIG`` of sysexits.h: an error that would come again, however often the run is started."""
+
+
 class StopRequest:
     """Whether this run is to stop, and why. As a ``with`` block it listens for :data:`SIGNALS`."""
 

@@ -34,7 +34,7 @@ from shardwright.frontend.huggingface.model_folders import (
 from shardwright.frontend.huggingface.peft_folders import export_peft, is_peft_model
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
-from shardwright.frontend.training.dealt_samples import Batches, batches_of, options_of, policy_of
+from shardwright.frontend.training.dealt_samples import Batches, batches_of, policy_of
 from shardwright.frontend.training.hooks import Hook, Hooks
 from shardwright.frontend.training.learning_rates import make_scheduler
 from shardwright.frontend.training.loggers import Loggers
@@ -49,6 +49,7 @@ from shardwright.frontend.training.resuming import (
     checkpoint_to_resume,
     saved_extra,
 )
+from shardwright.frontend.training.run_checks import check_run, config_of
 from shardwright.frontend.training.run_model import MadeModel, make_model
 from shardwright.frontend.training.run_optimizer import make_optimizer
 from shardwright.frontend.training.run_settings import DataSettings, RunSettings
@@ -162,12 +163,19 @@ def _set_up(
     """Everything before the first step, at the place where the newest checkpoint was."""
     with Job(TITLE, exchange_about(TITLE)) as job:
         found = _found_checkpoint(job, settings, world)
-        replan = found is not None and found.num_ranks not in (None, world.size)
+        replan = found is not None and found.is_moved_to(world.size)
+        job.every_rank_does(lambda: check_run(settings, world.size, replan=replan))
         batches, policy, original = job.every_rank_does(
             lambda: (
                 batches_of(settings, world.size, replan=replan),
                 policy_of(settings),
                 make_model(settings.model, settings.seed),
+            )
+        )
+        made_hooks, observer = job.every_rank_does(
+            lambda: (
+                Hooks(hooks),
+                Observer(settings.profile, Path(settings.output) / "profile", world),
             )
         )
         dtype = _MODULE_DTYPES.get(settings.precision)
@@ -176,7 +184,7 @@ def _set_up(
         example, weights = job.every_rank_does(
             lambda: _example(settings, original, dataset, transform, batches, dtype)
         )
-    config = _config(settings, world, batches, weights)
+    config = config_of(settings, world.size, batches, grad_reduction=weights.reduction)
     with _autocast(settings, world):
         model = _compiled(settings, policy, config, original, example, dtype)
     # A checkpoint has all values already; the folder's would be read for nothing.
@@ -211,14 +219,11 @@ def _set_up(
         if settings.evaluation.data is not None:
             other = settings.evaluation.data
             evaluated = job.every_rank_does(lambda: (other, *make_dataset(other, original)))
-        made_hooks = job.every_rank_does(lambda: Hooks(hooks))
         loggers = job.every_rank_does(
             lambda: Loggers.of(
                 settings, settings_json(settings), num_steps, is_first=world.rank == 0
             )
         )
-        profile = Path(settings.output) / "profile"
-        observer = job.every_rank_does(lambda: Observer(settings.profile, profile, world))
         prediction = Prediction()
         if settings.hardware is not None:
             prediction = Prediction(
@@ -272,26 +277,6 @@ def _cast_to(dtype: torch.dtype | None) -> Callable[[str, Any], Any]:
         return leaf.to(dtype) if dtype is not None and is_floating else leaf
 
     return cast
-
-
-def _config(
-    settings: RunSettings, world: World, batches: Batches, weights: LossWeights
-) -> ComputeConfig:
-    fields: dict[str, Any] = {
-        "outputs": "loss",
-        "seed": settings.seed,
-        **settings.parallel.compute,
-        "plan_ngpus": batches.plan_ngpus,
-        "runtime_ngpus": world.size,
-        "use_zero": settings.parallel.use_zero,
-        "pas_config": options_of(settings, batches),
-        "use_end2end": True,
-        "grad_reduction": weights.reduction,
-    }
-    if settings.precision in ("bfloat16", "float16"):
-        # Updates are added to float32 masters: most are too small for 16 bits.
-        fields.setdefault("distributed_optimizer", {"dtype": "float32"})
-    return ComputeConfig.of(fields)
 
 
 def _autocast(settings: RunSettings, world: World) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""A rank that dies under torchrun: all are started again, and go on from the newest checkpoint."""
+"""Ranks that end: those that torchrun starts again, and those that no start would help."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from shardwright.frontend.cli import training
+from shardwright.frontend.cli.main import main
+from shardwright.frontend.training.stopping import CONFIG_EXIT_CODE
 
 RUN = """
 output: out
@@ -30,17 +34,53 @@ def die_once(run, record):
 """
 
 
+def environment(folder: Path) -> dict[str, str]:
+    lib = Path(__file__).resolve().parents[2] / "_lib"
+    path = os.pathsep.join((str(folder), str(lib), os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def test_a_mistake_is_told_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.setattr(training, "start_ranks", lambda *_: pytest.fail("ranks are started"))
+    command = ["train", "-c", str(tmp_path / "run.yaml"), "--num_ranks=2"]
+    for flag, text in (
+        ("--optimizer.name=adamw", "did you mean 'AdamW'?"),
+        ("--optimizer.options={lr: -1}", "Invalid learning rate: -1"),
+        ("--parallel.options={loss_piece: 2}", "did you mean 'loss_pieces'?"),
+        ("--parallel.use_zero=5", "a stage from 0 to 3"),
+        ("--hooks={on_step: 'a:b'}", "did you mean 'on_step_end'?"),
+        ("--log.to=[wandby]", "it is ['wandby']"),
+        ("--hardware=h1000", "did you mean 'h100'?"),
+    ):
+        assert main([*command, flag]) == CONFIG_EXIT_CODE
+        assert text in capsys.readouterr().err, flag
+
+
+@pytest.mark.slow
+def test_an_error_of_all_ranks_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace("tagger", "taggers"))
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "train", "-c", "run.yaml", "--num_ranks=2"],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == CONFIG_EXIT_CODE, done.stderr
+    text = "did you mean 'tagger'?"
+    assert done.stderr.count("error: ") == done.stderr.count(text) == 1, done.stderr
+    assert "goes on from the newest checkpoint" not in done.stderr
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "dying_hooks.py").write_text(HOOKS)
-    lib = Path(__file__).resolve().parents[2] / "_lib"
-    path = os.pathsep.join((str(tmp_path), str(lib), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     command += ["--nproc-per-node=2", "-m", "shardwright", "train", "-c", "run.yaml"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=600,
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
+        timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = map(json.loads, (tmp_path / "out" / "log.jsonl").read_text().splitlines())

@@ -8,7 +8,9 @@ own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
 - **work**: of the rank with most pairs of a query and a key that it sees, over the mean of all
   ranks; one run of positions to a rank beside two in zigzag.
 - **packed**: the same of rows of documents whose lengths are log-normal, by the number of turns in
-  which positions are dealt, and the tiles in which the busiest rank computes attention.
+  which positions are dealt: where each rank computes its own queries, and where some are computed
+  by ranks that have less to do. Beside it what a rank gets, on average, in parts of the row: keys,
+  queries of others; and the tiles in which it computes attention.
 - **peak**: bytes of the busiest rank over those of one rank that has the whole sequence. An even
   split of everything would be 1/n. Weights, their gradients and the state of the optimizer are not
   split by a context axis; *state* is what they take. *sent*: bytes that go through
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -35,20 +38,13 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace import trace
-from shardwright.policies.context_axes import turns_of_documents
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
+from shardwright.runtime.marks import Seen
+from shardwright.runtime.ops.attention_steps import Place, steps_of
 from shardwright.runtime.ops.split_attention import CALL_PAIRS
-from shardwright.runtime.runs import common, dealt, joined
-from shardwright.runtime.visible_keys import (
-    Band,
-    Bands,
-    earlier_keys,
-    joined_tiles,
-    local_bands,
-    pairs,
-    seen_runs,
-)
+from shardwright.runtime.runs import dealt
+from shardwright.runtime.visible_keys import Band, Bands, earlier_keys, pairs
 
 ROWS = 40
 """Rows of documents."""
@@ -81,22 +77,45 @@ def packed_row(length: int, num_documents: int, random: Random) -> Bands:
     )
 
 
-def packed_rows(length: int, num_ranks: int, turns: int) -> tuple[float, float, float]:
-    """The pairs of the busiest rank over the mean, of rows of 33 documents: on average, and of the
-    worst row. And the tiles of a ring that a rank has, on average.
+@dataclass
+class Packed:
+    """The pairs of the busiest rank over the mean, on average and of the worst row; the keys and
+    the queries of others that a rank gets, as parts of the row; its tiles.
     """
+
+    mean: float
+    worst: float
+    keys: float
+    queries: float
+    tiles: float
+
+
+def packed_rows(length: int, num_ranks: int, turns: int, *, evens_out: bool) -> Packed:
+    """What a ring does with documents."""
     random = Random(0)
-    shares, num_tiles = [], 0
+    shares, num_keys, num_queries, num_tiles = [], 0, 0, 0
     for _ in range(ROWS):
-        bands = packed_row(length, 33, random)
-        runs = [joined(dealt(length, num_ranks, rank, turns=turns)) for rank in range(num_ranks)]
-        found = [pairs(bands, own) for own in runs]
+        seen = (Seen((0, 1), packed_row(length, 33, random)),)
+        found = []
+        for rank in range(num_ranks):
+            place = Place(num_ranks, rank, turns, is_ring=True)
+            steps = steps_of(
+                (place,), (length, length), 1, seen, CALL_PAIRS["cpu"], evens_out=evens_out
+            )
+            work = [share for step in steps.steps for share in step.shares]
+            found.append(sum(part.tile.num_pairs for share in work for part in share.parts))
+            num_keys += sum(share.num_keys for share in work[1:])
+            num_queries += sum(guest.count for guest in steps.guests)
+            num_tiles += sum(len(share.parts) for share in work)
         shares.append(max(found) * num_ranks / sum(found))
-        for keys in runs:
-            seen = common(seen_runs(bands, runs[0]), keys)
-            local, num_keys = local_bands(bands, runs[0], seen), sum(n for _, n in seen)
-            num_tiles += len(joined_tiles(local, num_keys, CALL_PAIRS["cpu"]))
-    return sum(shares) / ROWS, max(shares), num_tiles / ROWS
+    ranks = ROWS * num_ranks
+    return Packed(
+        sum(shares) / ROWS,
+        max(shares),
+        num_keys / ranks / length,
+        num_queries / ranks / length,
+        num_tiles / ranks,
+    )
 
 
 def llama(layers: int, hidden: int, heads: int, groups: int, length: int) -> LlamaForCausalLM:
@@ -131,12 +150,13 @@ def main() -> None:
     for turns in (0, 1):
         share = most_over_mean(given.seq, given.ranks, turns=turns)
         print(f"work, {'in zigzag' if turns else 'one run each'}: {share:.3f} of the mean")
-    own = turns_of_documents(given.packed, given.ranks)
-    for turns in (0, 1, 4, 16, 32, 64, 128):
-        mean, worst, tiles = packed_rows(given.packed, given.ranks, turns)
+    for turns, evens_out in ((1, True), (1, False), (16, False), (64, False)):
+        packed = packed_rows(given.packed, given.ranks, turns, evens_out=evens_out)
         print(
-            f"packed rows of {given.packed}, {turns:3} turns{' (default)' * (turns == own)}: "
-            f"{mean:.3f} of the mean, the worst of {ROWS} rows {worst:.3f}, {tiles:.0f} tiles",
+            f"packed rows of {given.packed}, {turns:2} turns{', evened out' * evens_out}: "
+            f"{packed.mean:.3f} of the mean, the worst of {ROWS} rows {packed.worst:.3f}; "
+            f"{packed.keys:.3f} of the keys, {packed.queries:.3f} of the queries, "
+            f"{packed.tiles:.0f} tiles",
             flush=True,
         )
     graph = _graph(given, given.seq)

@@ -17,7 +17,6 @@ Two axes may do it in two modes: 8 ranks as ``ring`` over 2 and, within, ``ulyss
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,7 +25,7 @@ from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ATTENTION
-from shardwright.compiler.ops.seen_keys import grows, has_documents
+from shardwright.compiler.ops.seen_keys import grows
 from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.expert_axes import exchange_of, runs_experts
@@ -120,40 +119,21 @@ def turns_of_axes(
             f"policy {policy!r} cannot deal positions in cp_turns={wanted} turns",
             hint="0 gives each rank one piece of the sequence, 1 an early and a late one",
         )
-    num_ranks = math.prod(axis.size for axis in axes)
     kernels = [op for op in graph.ops if op.target in ATTENTION]
-    found = max((_balancing_turns(op, num_ranks) for op in kernels), default=0)
+    found = max(map(_balancing_turns, kernels), default=0)
     turns = found if wanted is None else wanted
     if not turns:
         return ()
     return tuple((axis.name, turns) for axis in axes if axis.mode != "ulysses")
 
 
-LEAST_RUN = 128
-"""The least positions of a piece where documents are dealt in several turns, and where a rank can
-have as many. Shorter ones cost a CPU more in calls than they save in balance.
-"""
-
-MOST_TURNS = 128
-"""The most turns without being asked: what balances the worst rows with a long tail of lengths to
-5 % (``benchmarks/long_context.py``).
-"""
-
-
-def _balancing_turns(op: IROp, num_ranks: int) -> int:
-    """The turns in which an attention operator is balanced: none if queries see as many keys
-    anywhere, one if later ones see more, and more if a row holds documents, whose lengths are known
-    at run time only.
+def _balancing_turns(op: IROp) -> int:
+    """The turns in which an attention operator is balanced as far as sizes tell: one if later
+    queries see more keys, else none. What documents leave uneven is evened out when their lengths
+    are known (:mod:`~shardwright.runtime.ops.attention_moves`).
     """
     num_queries, num_keys = (estimated_size(x.shape[-2]) for x in op.operands[:2])
-    if has_documents(op):
-        return turns_of_documents(num_queries, num_ranks)
     return int(grows(op, num_queries, num_keys))
-
-
-def turns_of_documents(num_queries: int, num_ranks: int) -> int:
-    """The turns in which rows of documents are dealt without being asked."""
-    return min(MOST_TURNS, max(1, num_queries // (2 * num_ranks * LEAST_RUN)))
 
 
 def split_context(

@@ -35,7 +35,7 @@ class ContextOptions(PieceOptions):
     ``cp``: the ranks that share the sequence (default: all), or the sizes of several axes, major to
     minor. ``cp_mode``: ``auto``, ``gather``, ``ulysses`` or ``ring``, or one for each axis.
     ``cp_turns``: how often each rank gets an early and a late piece; 0: it gets one piece (default:
-    1 where attention is causal, more for packed documents, so that all ranks have the same work).
+    1 where attention is causal, so that all ranks have the same work).
     ``sequence``: the names of the dims of the sequence (default: they are found). ``hardware``: the
     preset or file by whose times ``auto`` decides. Others: :class:`PieceOptions`.
     """

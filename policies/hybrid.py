@@ -58,7 +58,7 @@ class HybridOptions(PipelineOptions):
     ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
     ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
     ``cp_turns``: how often each of them gets an early and a late piece; 0: it gets one piece
-    (default: 1 where attention is causal, more for packed documents).
+    (default: 1 where attention is causal).
     ``sequence_parallel``: along tp, what no inner dim is split of is split along the sequence.
     ``sequence``: the names of the dims of the sequence (default: they are found).
     ``gathers_again``: what products gather along tp is gathered again in backward, not kept.

@@ -133,6 +133,18 @@ def common(runs: Iterable[Run], others: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(found)
 
 
+def without(runs: Iterable[Run], others: Sequence[Run]) -> tuple[Run, ...]:
+    """What runs have that others do not, both ascending and disjoint."""
+    found: list[Run] = []
+    for start, size in runs:
+        at = start
+        for begin, length in common(((start, size),), others):
+            found.append((at, begin - at))
+            at = begin + length
+        found.append((at, start + size - at))
+    return joined(found)
+
+
 def places_of(runs: Sequence[Run], inner: Iterable[Run]) -> tuple[Run, ...]:
     """Where ``inner``, parts of the runs, lie among what these hold end to end; the reverse of
     :func:`within`.

@@ -233,7 +233,7 @@ class _Places:
             run += 1
 
 
-def _clips(bands: Bands, runs: Iterable[Run]) -> Iterator[tuple[Band, int, int]]:
+def clips(bands: Bands, runs: Iterable[Run]) -> Iterator[tuple[Band, int, int]]:
     """The bands that meet runs of queries, and from which query up to which."""
     stops = [band.stop for band in bands]
     for start, size in runs:
@@ -251,7 +251,7 @@ def local_bands(bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]) -
     """
     own, theirs = _Places.of(queries), _Places.of(keys)
     found: list[Band] = []
-    for band, start, stop in _clips(bands, queries):
+    for band, start, stop in clips(bands, queries):
         # Between two borders an end of the interval moves on through keys, or stands still while it
         # moves where none are.
         corners = {start, stop}
@@ -352,7 +352,7 @@ def _masked(bands: Sequence[Band]) -> Tile:
 def seen_runs(bands: Bands, queries: Iterable[Run]) -> tuple[Run, ...]:
     """The keys that some of the queries see."""
     found = []
-    for band, start, stop in _clips(bands, queries):
+    for band, start, stop in clips(bands, queries):
         low = band.low + (start - band.start) * band.low_step
         end = band.end + (stop - 1 - band.start) * band.end_step
         # An interval that moves as a whole may be none.
@@ -372,6 +372,6 @@ def pairs(bands: Bands, queries: Iterable[Run]) -> int:
     everything = max((band.end + band.stop for band in bands), default=0)
     return sum(
         tile.num_pairs
-        for band, start, stop in _clips(bands, queries)
+        for band, start, stop in clips(bands, queries)
         for tile in tiles((band,), (start, stop - start), (0, everything))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.value import IRValue
 from shardwright.runtime.visible_keys import Band, Bands, all_keys, earlier_keys, pairs
 
 GROWS = 1.25
@@ -29,18 +28,3 @@ def grows(op: IROp, num_queries: int, num_keys: int) -> bool:
     bands, half = seen_bands(op, num_queries, num_keys), num_queries // 2
     early = pairs(bands, ((0, half),))
     return pairs(bands, ((half, num_queries - half),)) > GROWS * early
-
-
-def has_documents(op: IROp) -> bool:
-    """Whether rows hold documents: what a query sees are keys with the same mark as its own."""
-    comparisons = op.arg("comparisons", ())
-    marks = zip(op.arg("query_marks", ()), op.arg("key_marks", ()), comparisons, strict=True)
-    return any(
-        name == "eq" and _varies(of_query, -2) and _varies(of_key, -1)
-        for of_query, of_key, name in marks
-    )
-
-
-def _varies(mark: object, dim: int) -> bool:
-    """Whether a mark is one number for each position."""
-    return isinstance(mark, IRValue) and bool(mark.shape[dim] != 1)

@@ -2,25 +2,36 @@
 
 Example: 2 ranks of a ring have 4 positions each, and attention is causal. In step 0 each computes
 with its own keys. In step 1 the second gets the keys of the first, and computes all of them; the
-first gets none, as its queries see nothing later.
+first gets none, as its queries see nothing later. Of documents a rank may compute queries of
+others beside its own (:mod:`~shardwright.runtime.ops.attention_moves`), and gets their keys, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwright.runtime.marks import Seen
-from shardwright.runtime.ops.axes import Length, piece_runs
-from shardwright.runtime.runs import Run, common, dealt, places_of, within
-from shardwright.runtime.visible_keys import Tile, joined_tiles, local_bands, seen_runs
+from shardwright.runtime.ops.attention_moves import Move, moves_of
+from shardwright.runtime.ops.axes import Length, piece_runs, whole_length
+from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within, without
+from shardwright.runtime.visible_keys import (
+    Bands,
+    Tile,
+    clips,
+    joined_tiles,
+    local_bands,
+    seen_runs,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tile of a rank's own queries with the keys at hand in a step, counted as they lie there.
-    ``samples``: those that see alike. ``own``, ``theirs``: all of these queries and keys, where
-    they lie in the sequence. ``asks``: the marks say which keys of the tile are seen.
+    """A tile of queries with the keys at hand in a step, counted as they lie there. ``samples``:
+    those that see alike. ``own``, ``theirs``: all of these queries and keys, where they lie in the
+    sequence. ``asks``: the marks say which keys of the tile are seen. ``guest``: which of the
+    guests the queries are; ``None``: they are the rank's own.
     """
 
     tile: Tile
@@ -28,6 +39,7 @@ class Part:
     own: tuple[Run, ...]
     theirs: tuple[Run, ...]
     asks: bool
+    guest: int | None = None
 
     @property
     def queries(self) -> Run:
@@ -74,8 +86,35 @@ class Step:
     shares: tuple[Share, ...]
 
 
-Steps = tuple[Step, ...]
-"""One step for each rank of a ring."""
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Queries that another rank computes. ``rank``: the one that has them, seen from where they are
+    computed, and the one that computes them, seen from home. ``at``: where they lie in the
+    sequence. ``places``: at home, where they lie among the rank's own.
+    """
+
+    rank: int
+    samples: Run
+    at: tuple[Run, ...]
+    places: tuple[Run, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many queries they are."""
+        return sum(size for _, size in self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What a rank does: one step for each rank of a ring. ``away``: those of its queries that
+    others compute. ``guests``: queries of others that it computes. ``moves``: some rank of the axis
+    has guests.
+    """
+
+    steps: tuple[Step, ...]
+    away: tuple[Lent, ...] = ()
+    guests: tuple[Lent, ...] = ()
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,43 +138,65 @@ def steps_of(
     query_unit: int,
     seen: tuple[Seen, ...],
     call_pairs: int,
+    *,
+    evens_out: bool = False,
 ) -> Steps:
     """What the rank at ``places`` does; the first step is with its own keys. ``call_pairs``: what a
     call of a kernel costs, as for :func:`~shardwright.runtime.visible_keys.joined_tiles`.
+    ``evens_out``: queries move where ranks would have unequal work: along the ring, or the first of
+    the axes.
     """
-    ring = next((place for place in places if place.is_ring), Place(1, 0, 0, True))
-    size, index = ring.size, ring.index
+    ring = next((place for place in places if place.is_ring), None)
+    along = ring or (places[0] if evens_out and places else Place(1, 0, 0, is_ring=False))
+    index, members = along.index, [replace(along, index=rank) for rank in range(along.size)]
     # Every rank computes what all of them need of each other, so that sender and receiver agree on
     # the size of each message without asking.
-    members = [replace(ring, index=rank) for rank in range(size)]
-    queries = [
-        piece_runs([member if place.is_ring else place for place in places], lengths[0], query_unit)
+    queries = tuple(
+        piece_runs(
+            [member if place is along else place for place in places], lengths[0], query_unit
+        )
         for member in members
-    ]
-    keys = [piece_runs([member], lengths[1]) for member in members]
-    own = queries[index]
-
-    sees = {some.samples: [seen_runs(some.bands, runs) for runs in queries] for some in seen}
+    )
+    moves = moves_of(seen, queries, call_pairs) if evens_out else ()
+    all_keys = ((0, whole_length(lengths[1])),)
+    keys = [piece_runs([member], lengths[1]) if ring else all_keys for member in members]
+    guests, kept, sees = _guests(moves, index), {}, {}
+    for some in seen:
+        own_moves = [move for move in moves if move.samples == some.samples]
+        computed = [_computed(own_moves, rank, queries[rank]) for rank in range(len(members))]
+        kept[some.samples] = computed[index][0]
+        sees[some.samples] = [
+            seen_runs(some.bands, joined((*here, *there))) for here, there in computed
+        ]
 
     def needed(some: Seen, by: int, of: int) -> tuple[Run, ...]:
-        """The keys of rank ``of`` that queries of rank ``by`` see."""
+        """The keys of rank ``of`` that queries which rank ``by`` computes see."""
         return common(sees[some.samples][by], keys[of])
+
+    def parts_of(some: Seen, here: tuple[Run, ...]) -> Iterator[Part]:
+        num_keys = sum(count for _, count in here)
+        own = queries[index]
+        bands = local_bands(_only(some.bands, kept[some.samples]), own, here)
+        for tile in joined_tiles(bands, num_keys, call_pairs):
+            yield Part(tile, some.samples, own, here, not some.exact)
+        for number, guest in enumerate(guests):
+            if guest.samples == some.samples:
+                bands = local_bands(some.bands, guest.at, here)
+                for tile in joined_tiles(bands, num_keys, call_pairs):
+                    yield Part(tile, some.samples, guest.at, here, not some.exact, number)
+
+    size = ring.size if ring else 1
 
     def share(some: Seen, step: int) -> Share:
         # In step ``s`` keys travel ``s`` ranks at once: from rank ``i`` to rank ``i + s``.
         source, target = (index - step) % size, (index + step) % size
         here = keys[index] if step == 0 else needed(some, index, source)
-        num_keys, bands = sum(count for _, count in here), local_bands(some.bands, own, here)
-        parts = tuple(
-            Part(tile, some.samples, own, here, not some.exact)
-            for tile in joined_tiles(bands, num_keys, call_pairs)
-        )
         given = () if step == 0 else needed(some, target, index)
         return Share(
             some.samples,
-            num_keys,
+            sum(count for _, count in here),
             places_of(keys[index], given),
-            parts,
+            tuple(parts_of(some, here)),
         )
 
     def is_idle(step: int) -> bool:
@@ -148,4 +209,49 @@ def steps_of(
         shares = tuple(share(some, step) for some in seen)
         no_message = step == 0 or is_idle(step)
         steps.append(Step((index - step) % size, (index + step) % size, no_message, shares))
-    return tuple(steps)
+    return Steps(tuple(steps), _away(moves, index, queries[index]), guests, bool(moves))
+
+
+def _guests(moves: Sequence[Move], rank: int) -> tuple[Lent, ...]:
+    """What a rank computes for others, in the order in which it comes."""
+    found: dict[tuple[int, Run], list[Run]] = {}
+    for move in moves:
+        if move.target == rank:
+            found.setdefault((move.source, move.samples), []).append(move.queries)
+    return tuple(
+        Lent(source, samples, joined(runs)) for (source, samples), runs in sorted(found.items())
+    )
+
+
+def _away(moves: Sequence[Move], rank: int, own: tuple[Run, ...]) -> tuple[Lent, ...]:
+    """What others compute for a rank, in the order in which it goes."""
+    found: dict[tuple[int, Run], list[Run]] = {}
+    for move in moves:
+        if move.source == rank:
+            found.setdefault((move.target, move.samples), []).append(move.queries)
+    return tuple(
+        Lent(target, samples, joined(runs), places_of(own, joined(runs)))
+        for (target, samples), runs in sorted(found.items())
+    )
+
+
+def _computed(
+    moves: Sequence[Move], rank: int, own: tuple[Run, ...]
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """What a rank computes: of its own queries, and of those of others."""
+    gone = joined(move.queries for move in moves if move.source == rank)
+    return without(own, gone), joined(move.queries for move in moves if move.target == rank)
+
+
+def _only(bands: Bands, queries: tuple[Run, ...]) -> Bands:
+    """What these queries see."""
+    return tuple(
+        replace(
+            band,
+            start=start,
+            stop=stop,
+            low=band.low + (start - band.start) * band.low_step,
+            end=band.end + (start - band.start) * band.end_step,
+        )
+        for band, start, stop in clips(bands, queries)
+    )

@@ -9,14 +9,20 @@ while those of the next step are on their way, so it holds the keys of two ranks
 directly from the rank that has them, and only those that some query sees: of causal attention about
 half, of a window few. Backward they come again, and their gradients go straight home, where they
 are added in the order of the steps. Nothing that grows with the square of the sequence is kept.
+
+Where lengths of documents, known at run time only, leave ranks unequal work, some queries are
+computed elsewhere (:mod:`~shardwright.runtime.ops.attention_moves`). They go there while a rank
+computes its own; their outputs come home. Backward gradients go the same ways. The rank that
+computes them keeps what it needs of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +41,7 @@ from shardwright.runtime.ops.attention_blocks import (
     merging_dtype,
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
-from shardwright.runtime.ops.attention_steps import Part, Place, Step, Steps, steps_of
+from shardwright.runtime.ops.attention_steps import Lent, Part, Place, Step, Steps, steps_of
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
@@ -140,6 +146,7 @@ def attention_in_tiles(
     sinks: Tensor | None = None,
     cap: float | None = None,
     dropout: WeightDropout | None = None,
+    evens_out: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries, ``[samples, heads, L, E]``, of which ``seen`` says what
     they see; key and value ``[samples, key heads, S, ...]``.
@@ -147,12 +154,14 @@ def attention_in_tiles(
     ``mask``: ``[samples or 1, heads or 1, L or 1, keys of all ranks]``. ``marks``: what tells which
     keys are seen where ``seen`` is not exact. ``sinks``: by head, a score that takes its part of
     the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
-    ``dropout``: which weights are dropped.
+    ``dropout``: which weights are dropped. ``evens_out``: some queries may be computed by ranks
+    that have less to do; there is no ``mask`` then.
     """
     places = tuple(Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
     call_pairs = 0 if mask is not None else CALL_PAIRS.get(query.device.type, 0)
-    steps = steps_of(places, where.lengths, where.query_unit, seen, call_pairs)
-    attention = _Attention(where.ring, steps, scale, marks, cap, dropout)
+    steps = steps_of(places, where.lengths, where.query_unit, seen, call_pairs, evens_out=evens_out)
+    axis = where.ring or next(iter(where.query_axes), None)
+    attention = _Attention(axis, steps, scale, marks, cap, dropout)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
@@ -195,7 +204,9 @@ def _same_heads(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """What the operator is told beside its tensors; see :func:`attention_in_tiles`."""
+    """What the operator is told beside its tensors; see :func:`attention_in_tiles`. ``axis``: that
+    along which keys go round, and queries move.
+    """
 
     axis: AxisGroup | None
     steps: Steps
@@ -227,56 +238,60 @@ class _SplitAttention(torch.autograd.Function):
         drops = attention.dropout is not None
         kernel = kernel_for(query, key, value, mask, attention.cap, drops=drops)
         blocks = _Blocks(query, mask, attention)
-        dtype = merging_dtype(query.dtype)
-        # [samples, L, heads, Ev] in memory, as kernels have it: models join heads and width behind
-        # it, which copies nothing then.
-        samples, heads, length = query.shape[:3]
-        out = query.new_zeros(samples, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
-        if sinks is None:
-            lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        else:
-            # A sink is a key that all queries see, whose value is zero.
-            lse = sinks.to(dtype).view(1, -1, 1).expand(query.shape[:3]).contiguous()
+        coming = _Visits(attention, query, "forward")
+        outputs = _OfAll(
+            _Output.of(query, value, sinks),
+            lambda: [_Output.of(visitor, value, sinks) for visitor in coming.here()],
+        )
         with torch.autocast(query.device.type, enabled=False):
             for step, arrived in _arriving(attention, key, value, "forward"):
-                for part, block in blocks.of(step, arrived):
-                    here = [_own(x, part) for x in (out, lse)]
-                    merge(here[0], here[1], *attend(kernel, block))
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, sinks, out, lse)
+                for part in blocks.parts(step, arrived):
+                    its = outputs.of(part)
+                    found = attend(kernel, blocks.block(part, its.query, arrived))
+                    merge(_own(its.out, part), _own(its.lse, part), *found)
+        out, lse = outputs.own.out.to(query.dtype), outputs.own.lse
+        kept: list[Tensor] = []
+        if attention.steps.moves:
+            of_guests = [guest.out.to(query.dtype) for guest in outputs.guests]
+            _bring_home(attention, of_guests, out, "forward")
+            for guest, its_out in zip(outputs.guests, of_guests, strict=True):
+                kept += (guest.query, its_out, guest.lse)
+            # Backward a sink has no weight here for queries that were computed elsewhere.
+            for lent in attention.steps.away:
+                for run in lent.places:
+                    lse.narrow(0, *lent.samples).narrow(2, *run).fill_(math.inf)
+        ctx.save_for_backward(query, key, value, mask, sinks, out, lse, *kept)
         ctx.attention, ctx.kernel = attention, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, sinks, out, lse = ctx.saved_tensors
+        query, key, value, mask, sinks, out, lse, *kept = ctx.saved_tensors
         attention, kernel = ctx.attention, ctx.kernel
         wants_mask = mask is not None and ctx.needs_input_grad[3]
         blocks = _Blocks(query, mask, attention, wants_mask=wants_mask)
-        dtype = lse.dtype
-        # sum(grad * out) is what all weights of a query have in common in the gradient of the
-        # scores: a block needs no other block's weights (Dao, "FlashAttention-2", 2023).
-        delta = (grad.to(dtype) * out).sum(-1)
-        lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
-        of_query = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
+        coming = _Visits(attention, grad, "backward")
+        gradients = _OfAll(
+            _Gradient.of(query, grad, out, lse),
+            lambda: [
+                _Gradient.of(kept[3 * i], visitor, *kept[3 * i + 1 : 3 * i + 3])
+                for i, visitor in enumerate(coming.here())
+            ],
+        )
         of_mask = None
         if wants_mask:
             of_mask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
-        of_sinks = None
-        if sinks is not None and ctx.needs_input_grad[4]:
-            # A sink has the weight of its score and the value zero: its gradient is -weight *
-            # delta.
-            weights = (sinks.to(dtype).view(1, -1, 1) - lse).exp()
-            of_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype).view_as(sinks)
-        home = _Home(attention, key, value, dtype)
+        home = _Home(attention, key, value, lse.dtype)
         with torch.autocast(query.device.type, enabled=False):
             for step, arrived in _arriving(attention, key, value, "backward"):
                 rooms = home.rooms(arrived)
-                for part, block in blocks.of(step, arrived):
-                    own = (_own(x, part) for x in (grad, out, lse, delta))
+                for part in blocks.parts(step, arrived):
+                    its = gradients.of(part)
+                    block = blocks.block(part, its.query, arrived)
+                    own = (_own(x, part) for x in (its.grad, its.out, its.lse, its.delta))
                     grads = attend_backward(kernel, block, *own)
-                    _own(of_query, part).add_(grads.query)
+                    _own(its.of_query, part).add_(grads.query)
                     of_keys, of_values = rooms[part.samples]
                     of_keys.narrow(2, *part.keys).add_(grads.key)
                     of_values.narrow(2, *part.keys).add_(grads.value)
@@ -289,14 +304,93 @@ class _SplitAttention(torch.autograd.Function):
                             view.add_(more.sum_to_size(view.shape))
                 home.send(step, rooms)
             of_key, of_value = home.all_here()
-        return (
-            of_query.to(query.dtype),
-            of_key.to(key.dtype),
-            of_value.to(value.dtype),
-            of_mask,
-            of_sinks,
-            None,
-        )
+        of_query = gradients.own.of_query.to(query.dtype)
+        if attention.steps.moves:
+            of_guests = [guest.of_query.to(query.dtype) for guest in gradients.guests]
+            _bring_home(attention, of_guests, of_query, "backward")
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[4]:
+            everyone = (gradients.own, *gradients.guests)
+            of_sinks = torch.stack([its.of_sinks(sinks) for its in everyone]).sum(0)
+            of_sinks = of_sinks.to(sinks.dtype).view_as(sinks)
+        return (of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_mask, of_sinks, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Queries ``[samples, heads, queries, E]``, and what they have got so far: the output, and its
+    lse ``[samples, heads, queries]``.
+    """
+
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, value: Tensor, sinks: Tensor | None) -> _Output:
+        """Make those of queries that have seen no key."""
+        dtype = merging_dtype(query.dtype)
+        # [samples, queries, heads, Ev] in memory, as kernels have it: models join heads and width
+        # behind it, which copies nothing then.
+        samples, heads, length = query.shape[:3]
+        out = query.new_zeros(samples, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
+        if sinks is None:
+            return cls(query, out, query.new_full(query.shape[:3], -math.inf, dtype=dtype))
+        # A sink is a key that all queries see, whose value is zero.
+        lse = sinks.to(dtype).view(1, -1, 1).expand(query.shape[:3])
+        # A copy even of a single query: it is written into.
+        return cls(query, out, lse.clone(memory_format=torch.contiguous_format))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """What backward has of queries ``[samples, heads, queries, E]``. ``grad``, ``out``, ``lse``: of
+    the merged output. ``of_query``: their gradient so far.
+    """
+
+    query: Tensor
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+    of_query: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> _Gradient:
+        # sum(grad * out) is what all weights of a query have in common in the gradient of the
+        # scores: a block needs no other block's weights (Dao, "FlashAttention-2", 2023).
+        delta = (grad.to(lse.dtype) * out).sum(-1)
+        lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
+        of_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
+        return cls(query, grad, out, lse, delta, of_query)
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """The gradient of sinks, ``[heads]``: one has the weight of its score and the value zero,
+        so it is -weight * delta.
+        """
+        weights = (sinks.to(self.lse.dtype).view(1, -1, 1) - self.lse).exp()
+        return -(weights * self.delta).sum((0, 2))
+
+
+Item = TypeVar("Item")
+
+
+class _OfAll(Generic[Item]):
+    """Something of this rank's own queries, and the same of each guest. ``make`` waits for guests,
+    so it is called when the first is asked for.
+    """
+
+    def __init__(self, own: Item, make: Callable[[], list[Item]]) -> None:
+        self.own, self._make = own, make
+
+    @cached_property
+    def guests(self) -> list[Item]:
+        """What belongs to each guest."""
+        return self._make()
+
+    def of(self, part: Part) -> Item:
+        """Where the queries of a part are."""
+        return self.own if part.guest is None else self.guests[part.guest]
 
 
 Arrived = dict[Run, tuple[Tensor, Tensor]]
@@ -304,12 +398,16 @@ Arrived = dict[Run, tuple[Tensor, Tensor]]
 
 
 def _own(x: Tensor, part: Part) -> Tensor:
-    """The queries of a part, of a tensor ``[samples, heads, L, ...]``."""
-    return x.narrow(0, *part.samples).narrow(2, *part.queries)
+    """The queries of a part, of a tensor ``[samples, heads, queries, ...]`` of all that are where
+    they are.
+    """
+    # Guests are of the samples of the part alone.
+    its = x if part.guest is not None else x.narrow(0, *part.samples)
+    return its.narrow(2, *part.queries)
 
 
 class _Blocks:
-    """What kernels are given, of this rank's queries."""
+    """What kernels are given."""
 
     def __init__(
         self,
@@ -323,35 +421,37 @@ class _Blocks:
         self._wants_mask = wants_mask
         self._alike = None if mask is None else hidden_alike(mask)
 
-    def of(self, step: Step, arrived: Arrived) -> Iterator[tuple[Part, Block]]:
-        """The blocks of a step."""
-        if not self._query.numel():
+    def parts(self, step: Step, arrived: Arrived) -> Iterator[Part]:
+        """The tiles of a step for which there is something to compute."""
+        if not self._query.shape[:2].numel() or not self._query.shape[3]:
             return
         for part in (part for share in step.shares for part in share.parts):
             keys, values = arrived[part.samples]
             # A rank may have no keys for these samples: there is nothing to add.
-            if not (keys.numel() and values.numel()):
-                continue
-            kind, alike = part.tile.kind, self._alike
-            if alike is not None:
-                alike = _mask_rows(alike, part)
-            bias = self._bias(part)
-            block = Block(
-                _own(self._query, part),
-                keys.narrow(2, *part.keys),
-                values.narrow(2, *part.keys),
-                self._attention.scale,
-                # The marks tell all that there is to know of a tile.
-                causal=kind == "causal" and not part.asks,
-                flipped=kind == "flipped" and not part.asks,
-                bias=bias,
-                alike=alike,
-                cap=self._attention.cap,
-                flat=kind == "flat",
-                dropout=self._dropout(part),
-                wants_bias=self._wants_mask,
-            )
-            yield part, block
+            if keys.numel() and values.numel():
+                yield part
+
+    def block(self, part: Part, query: Tensor, arrived: Arrived) -> Block:
+        """The block of a tile, whose queries are some of these."""
+        keys, values = arrived[part.samples]
+        kind, alike = part.tile.kind, self._alike
+        if alike is not None:
+            alike = _mask_rows(alike, part)
+        return Block(
+            _own(query, part),
+            keys.narrow(2, *part.keys),
+            values.narrow(2, *part.keys),
+            self._attention.scale,
+            # The marks tell all that there is to know of a tile.
+            causal=kind == "causal" and not part.asks,
+            flipped=kind == "flipped" and not part.asks,
+            bias=self._bias(part),
+            alike=alike,
+            cap=self._attention.cap,
+            flat=kind == "flat",
+            dropout=self._dropout(part),
+            wants_bias=self._wants_mask,
+        )
 
     def _dropout(self, part: Part) -> TileDropout | None:
         dropout = self._attention.dropout
@@ -398,7 +498,7 @@ def _arriving(
     way while the caller computes.
     """
     coming: PendingRows | None = None
-    steps, shapes = attention.steps, _Shapes(key, value)
+    steps, shapes = attention.steps.steps, _Shapes(key, value)
     for number, step in enumerate(steps):
         # The first step is with the rank's own keys; nothing has to come.
         if number == 0:
@@ -451,6 +551,73 @@ class _Shapes:
         # Keys and values come in turns.
         pairs = zip(views[::2], views[1::2], strict=True)
         return {samples: pair for (samples, _), pair in zip(counts, pairs, strict=True)}
+
+
+class _Visits:
+    """Rows of queries on their way to the ranks that compute them. x ``[samples, heads, queries,
+    width]``: queries, or their gradients.
+    """
+
+    def __init__(self, attention: _Attention, x: Tensor, phase: Phase) -> None:
+        self._x, self._guests = x, attention.steps.guests
+        self._coming: PendingRows | None = None
+        if attention.steps.moves:
+            rows = [
+                part
+                for lent in attention.steps.away
+                for part in _taken(x.narrow(0, *lent.samples), lent.places)
+            ]
+            message = _end_to_end(rows, x)
+            away, guests = attention.steps.away, attention.steps.guests
+            self._coming = _exchanged(attention, message, away, guests, x, phase)
+
+    def here(self) -> list[Tensor]:
+        """Wait for them. Returns those of each guest."""
+        if self._coming is None:
+            return []
+        return _unpacked(self._coming.wait(), self._guests, self._x)
+
+
+def _bring_home(
+    attention: _Attention, of_guests: Sequence[Tensor], into: Tensor, phase: Phase
+) -> None:
+    """Send what was computed for guests home, and write what others computed for this rank into
+    ``into``, ``[samples, heads, queries, width]``.
+    """
+    away, guests = attention.steps.away, attention.steps.guests
+    message = _end_to_end(of_guests, into)
+    coming = _exchanged(attention, message, guests, away, into, phase)
+    for lent, rows in zip(away, _unpacked(coming.wait(), away, into), strict=True):
+        sizes = [size for _, size in lent.places]
+        for run, part in zip(lent.places, torch.split(rows, sizes, 2), strict=True):
+            into.narrow(0, *lent.samples).narrow(2, *run).copy_(part)
+
+
+def _exchanged(
+    attention: _Attention,
+    message: Tensor,
+    sent: Sequence[Lent],
+    received: Sequence[Lent],
+    like: Tensor,
+    phase: Phase,
+) -> PendingRows:
+    """Begin to exchange rows like those of a tensor ``[samples, heads, queries, width]``."""
+    axis = attention.axis
+    assert axis is not None
+    counts = []
+    for rows in (sent, received):
+        by_rank = [0] * axis.size
+        for lent in rows:
+            by_rank[lent.rank] += lent.samples[1] * like.shape[1] * lent.count * like.shape[3]
+        counts.append(by_rank)
+    return axis.communicator.all_to_all_rows_async(message, counts[0], counts[1], phase=phase)
+
+
+def _unpacked(flat: Tensor, received: Sequence[Lent], like: Tensor) -> list[Tensor]:
+    """The rows that a message holds, ``[samples, heads, queries, width]``."""
+    shapes = [(lent.samples[1], like.shape[1], lent.count, like.shape[3]) for lent in received]
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes]) if shapes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _taken(x: Tensor, runs: Sequence[Run]) -> list[Tensor]:

@@ -6,6 +6,7 @@ Elements are those that a rank receives at least; B batch, S sequence, H hidden,
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwright.compiler.plan.program import Compute
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.loader import load_class
+from shardwright.runtime.ops import attention_steps
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.runs import dealt
 
@@ -221,6 +223,33 @@ def test_documents_do_not_send_what_others_do_not_see(num_ranks: int, tmp_path: 
         assert sum(found) == times * sum(wanted) * H * L
         if phase == "forward":
             assert found == [count * H * L for count in wanted]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (3, {"cp_mode": "ring"}),
+        pytest.param(4, {"cp_mode": "gather", "cp_turns": 0}, marks=slow),
+        pytest.param(4, {"cp": [2, 2], "cp_mode": ["gather", "ring"]}, marks=slow),
+        pytest.param(4, {"cp": [2, 2], "cp_mode": "gather"}, marks=slow),
+    ],
+)
+def test_queries_of_documents_are_computed_where_there_is_less_to_do(
+    num_ranks: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are: here a call costs nothing beside the pairs."""
+    module = importlib.import_module("shardwright.runtime.ops.split_attention")
+    monkeypatch.setitem(module.CALL_PAIRS, "cpu", 0)
+    moves = []
+
+    def steps_of(*args: Any, **options: Any) -> Any:
+        found = attention_steps.steps_of(*args, **options)
+        moves.append(found.moves)
+        return found
+
+    monkeypatch.setattr(module, "steps_of", steps_of)
+    step("llama-packed", "cp", num_ranks, tmp_path, **options)
+    assert any(moves)
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])

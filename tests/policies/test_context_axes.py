@@ -8,19 +8,13 @@ import zoo
 from sequence_models import get
 
 from shardwright.compiler.ops.rule import ATTENTION
-from shardwright.policies import context_axes
 
 
 @pytest.mark.parametrize(
-    ("name", "turns"), [("llama", (("cp", 1),)), ("bert", ()), ("llama-packed", (("cp", 2),))]
+    ("name", "turns"), [("llama", (("cp", 1),)), ("bert", ()), ("llama-packed", (("cp", 1),))]
 )
-def test_turns_follow_the_mask(
-    name: str, turns: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One where attention is causal, several where rows hold documents: here as many as leave each
-    rank pieces of a position.
-    """
-    monkeypatch.setattr(context_axes, "LEAST_RUN", 1)
+def test_turns_follow_the_mask(name: str, turns: tuple[tuple[str, int], ...]) -> None:
+    """One where attention is causal. Rows of documents are evened out at run time."""
     if name in zoo.MODELS:
         graph = plans.zoo_traced(name)
     else:

@@ -6,25 +6,31 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.marks import Seen
 from shardwright.runtime.ops import attention_blocks, attention_where, split_attention
 from shardwright.runtime.ops.attention_blocks import WrittenOut
+from shardwright.runtime.ops.attention_moves import EVEN, moves_of
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.runs import dealt, joined
-from shardwright.runtime.visible_keys import earlier_keys, pairs
+from shardwright.runtime.runs import common, dealt, joined, without
+from shardwright.runtime.visible_keys import Band, earlier_keys, pairs
 
 LENGTH = 24
+split_attention_module = sys.modules[split_attention.__module__]  # its name is that of the function
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -105,10 +111,9 @@ def _whole(given: tuple[Tensor, ...]) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def test_kernels_and_the_written_out_form_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_the_written_out_form_agree(monkeypatch: MonkeyPatch) -> None:
     kernel = on_ranks(2, 3, torch.float64, causal=True)
-    module = sys.modules[split_attention.__module__]  # its name is that of the function
-    monkeypatch.setattr(module, "kernel_for", lambda *args, **drops: WrittenOut())
+    monkeypatch.setattr(split_attention_module, "kernel_for", lambda *args, **drops: WrittenOut())
     # Two queries at a time, of 2 samples with 4 heads.
     monkeypatch.setattr(attention_blocks, "MOST_SCORES", 2 * 4 * 2 * 4)
     written = on_ranks(2, 3, torch.float64, causal=True)
@@ -129,7 +134,7 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-def test_capped_scores_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capped_scores_are_never_whole(monkeypatch: MonkeyPatch) -> None:
     """Attention in parts of 1,024 scores is what it is written out, and no tensor is larger."""
     length, cap = 96, 3.0
     generator = torch.Generator().manual_seed(0)
@@ -186,3 +191,118 @@ def test_turns_deal_boustrophedon() -> None:
     assert dealt(8, 2, 0, turns=1) == ((0, 2), (6, 2))
     assert dealt(8, 2, 0, turns=2) == ((0, 1), (3, 1), (4, 1), (7, 1))
     assert dealt(8, 2, 1, turns=2) == ((1, 1), (2, 1), (5, 1), (6, 1))
+
+
+ROWS = ((3, 21), (24,), (13, 2, 9), (1, 1, 22))
+"""Lengths of documents."""
+
+
+@pytest.mark.parametrize(
+    ("size", "turns", "ring", "rows"),
+    [
+        (2, 0, True, ROWS[:2]),
+        (3, 0, True, ROWS[2:]),
+        (4, 1, True, ROWS[1:3]),
+        (3, 1, False, ROWS[2:]),
+    ],
+)
+def test_queries_of_documents_move_to_ranks_with_less_to_do(
+    size: int, turns: int, ring: bool, rows: Sequence[Sequence[int]], monkeypatch: MonkeyPatch
+) -> None:
+    """Numbers are those of one device, sinks included, and messages those of the moves."""
+    monkeypatch.setitem(split_attention_module.CALL_PAIRS, "cpu", 0)
+    lengths = [torch.tensor(row) for row in rows]
+    document = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
+    place = torch.arange(LENGTH)
+    marks: dict[str, Any] = {
+        "query_marks": (document[:, None, :, None], place[None, None, :, None]),
+        "key_marks": (document[:, None, None], place[None, None, None]),
+        "comparisons": ("eq", "le"),
+    }
+    *whole, grad = operands(torch.float64)
+    whole.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
+    cut = (True, ring, ring, False)
+
+    def rank(index: int) -> tuple[list[Tensor], CommunicationCounters]:
+        axis = RankMesh(Mesh((("cp", size),), (("cp", turns),) if turns else ())).axis("cp")
+        at = own_places(size, index, turns)
+        leaves = [
+            (x[:, :, at] if is_cut else x).clone().requires_grad_()
+            for x, is_cut in zip(whole, cut, strict=True)
+        ]
+        with count_communication() as counted:
+            out = attention_where(
+                *leaves[:3],
+                **marks,
+                sinks=leaves[3],
+                query_axes=(axis,),
+                key_axes=(axis,) if ring else (),
+                lengths=(LENGTH, LENGTH),
+            )
+            out.backward(grad[:, :, at])
+        return [out.detach(), *(x.grad for x in leaves if x.grad is not None)], counted
+
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = attention_where(*leaves[:3], **marks, sinks=leaves[3])
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    found = run_ranks(size, rank)
+    for number, (true, is_cut) in enumerate(zip(expected, (True, *cut), strict=True)):
+        parts = [results[number] for results, _ in found]
+        if is_cut:
+            for index, part in enumerate(parts):
+                own = true[:, :, own_places(size, index, turns)]
+                torch.testing.assert_close(part, own, rtol=1e-12, atol=1e-12)
+        else:
+            # Whole keys, and sinks, have summands of their gradients on all ranks.
+            torch.testing.assert_close(sum(parts), true, rtol=1e-12, atol=1e-12)
+    queries = tuple(joined(dealt(LENGTH, size, rank, turns=turns)) for rank in range(size))
+    seen = tuple(
+        Seen((sample, 1), documents_of(row), exact=True) for sample, row in enumerate(rows)
+    )
+    moves = moves_of(seen, queries, 0)
+    assert moves
+    if not ring:
+        # A query goes and its output comes; backward the same with their gradients.
+        moved = sum(move.queries[1] for move in moves)
+        for phase in ("forward", "backward"):
+            received = sum(c.total("all_to_all", phase=phase).received for _, c in found)
+            assert received == moved * 4 * (8 + 8)
+
+
+def documents_of(lengths: Sequence[int]) -> tuple[Band, ...]:
+    """What is seen in a row of documents that are causal."""
+    ends = list(itertools.accumulate(lengths))
+    return tuple(
+        Band(end - n, end, end - n, end - n + 1, 0, 1) for n, end in zip(lengths, ends, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("length", "size"), [(32768, 4), (32768, 8), (4096, 7)])
+def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size: int) -> None:
+    """Two rows of them, whose lengths are log-normal: no rank has 2 % more pairs than the mean,
+    each query is computed once, and few move.
+    """
+    generator = torch.Generator().manual_seed(0)
+    queries = tuple(joined(dealt(length, size, rank, turns=1)) for rank in range(size))
+    for _ in range(10):
+        seen = []
+        for sample in range(2):
+            shares = torch.randn(33, generator=generator).exp()
+            lengths = (shares / shares.sum() * (length - 33)).long() + 1
+            lengths[0] += length - lengths.sum()
+            seen.append(Seen((sample, 1), documents_of(lengths.tolist())))
+        work, moved = [0] * size, 0
+        moves = moves_of(tuple(seen), queries, 0)
+        for some in seen:
+            for rank, own in enumerate(queries):
+                mine = [move for move in moves if move.samples == some.samples]
+                given = joined(move.queries for move in mine if move.source == rank)
+                taken = joined(move.queries for move in mine if move.target == rank)
+                assert common(own, given) == given and not common(own, taken)
+                computed = joined((*without(own, given), *taken))
+                work[rank] += pairs(some.bands, computed)
+                moved += sum(n for _, n in taken)
+        assert sum(work) == sum(pairs(some.bands, ((0, length),)) for some in seen)
+        assert max(work) * size <= EVEN * sum(work)
+        assert moved < 0.3 * 2 * length
+    assert moves_of(tuple(seen), queries, sum(work)) == ()

@@ -19,6 +19,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -37,9 +38,11 @@ from shardwright.frontend.huggingface.initialized_peft import InitializedPeft
 from shardwright.frontend.huggingface.stepped_model import SteppedModel, make_stepped
 from shardwright.frontend.training.loss_weights import COUNT, LossWeights
 from shardwright.frontend.training.run_model import MadeModel
+from shardwright.runtime.checkpoint.folders import TRAINER_FOLDER
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError, brief
 from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.swap import write_file
 from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
@@ -52,9 +55,6 @@ except ImportError as error:
         why=str(error),
         hint="pip install transformers accelerate",
     ) from error
-
-PIECES = "shardwright"
-"""The folder of a checkpoint (``checkpoint-500/shardwright``) that has the pieces."""
 
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "fp16": (
@@ -119,6 +119,9 @@ class ShardwrightMixin:
     get_optimizer_cls_and_kwargs: Callable[..., tuple[Any, Any]]
     optimizer_cls_and_kwargs: tuple[Any, Any] | None
     _created_lr_scheduler: bool
+
+    # What an evaluation calls its metrics, and how many samples the last one had.
+    _evaluated: tuple[str, int] = ("eval", 0)
 
     def __init__(
         self,
@@ -303,6 +306,42 @@ class ShardwrightMixin:
         """The ranks that get the same batch."""
         return self._ranks.unit_size
 
+    # Counts and speeds, by unit: the stock ones count ranks
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self._ranks.unit_size
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """What the whole model computes for a batch, as this rank's share: ranks are summed."""
+        original = _original(self.model)
+        tokens = inputs.get(getattr(original, "main_input_name", "input_ids"))
+        if tokens is None or not hasattr(original, "num_parameters"):
+            return 0
+        parameters: int = original.num_parameters(exclude_embeddings=True)
+        return 6 * int(tokens.numel()) * parameters // self._ranks.unit_size
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._count_steps(logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().predict(*args, **kwargs)  # type: ignore[misc]
+        self._count_steps(found.metrics)
+        return found
+
+    def _count_steps(self, metrics: dict[str, float]) -> None:
+        """Correct how many steps per second an evaluation did, if ``metrics`` are of one."""
+        prefix, num_samples = self._evaluated
+        name = f"{prefix}_steps_per_second"
+        if name in metrics and num_samples:
+            batch = self.args.eval_batch_size
+            told = math.ceil(num_samples / (batch * self.args.world_size))
+            done = math.ceil(num_samples / (batch * self._ranks.num_units))
+            metrics[name] = round(metrics[name] * done / told, 3)
+
     # The optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
@@ -358,13 +397,24 @@ class ShardwrightMixin:
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
         if self.gather_function != self.accelerator.gather_for_metrics:
             # Seq2SeqTrainer asks accelerate for what all ranks have, with samples that fill up.
             self.gather_function = self._gathered_whole
         if not self.accelerator._models:  # it would call accelerator.prepare_model
             self.accelerator._models.append(self.model)
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        done = super().evaluation_loop(  # type: ignore[misc]
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        self._evaluated = (metric_key_prefix, done.num_samples)
+        return done
 
     def compute_loss_context_manager(self) -> Any:
         if self.args.bf16:
@@ -388,11 +438,21 @@ class ShardwrightMixin:
             state: dict[str, Any] = {"step": self.state.global_step}
             if not self.args.save_only_model:
                 state |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-            self.model.save_parallelized(folder / PIECES, **state)
+            self.model.save_parallelized(folder / TRAINER_FOLDER, **state)
+            self._write_arguments(folder)
             return
         self.model.save_parallelized(folder, merge_checkpoints=True)
+        self._write_arguments(folder)
         if self.args.should_save and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+    def _write_arguments(self, folder: Path) -> None:
+        """Write the training arguments for people to read. The stock Trainer pickles them as
+        ``training_args.bin``, which no one loads without running what is in it.
+        """
+        if self.args.should_save:
+            text = self.args.to_json_string()
+            write_file(folder / "training_args.json", text.encode())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """They are saved with the pieces."""
@@ -404,11 +464,13 @@ class ShardwrightMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.model.from_parallelized(
-                Path(checkpoint) / PIECES, optimizer=self.optimizer, scheduler=self.lr_scheduler
+                Path(checkpoint) / TRAINER_FOLDER,
+                optimizer=self.optimizer,
+                scheduler=self.lr_scheduler,
             )
 
     def _load_best_model(self) -> None:
-        self.model.from_parallelized(Path(self.state.best_model_checkpoint) / PIECES)
+        self.model.from_parallelized(Path(self.state.best_model_checkpoint) / TRAINER_FOLDER)
 
 
 class ShardwrightTrainer(ShardwrightMixin, Trainer):  # type: ignore[misc]
@@ -523,10 +585,11 @@ def _not_a_mean(reduction: str) -> ConfigError:
 
 
 def _check_checkpoint(folder: str) -> None:
-    if not (Path(folder) / PIECES).is_dir():
+    if not (Path(folder) / TRAINER_FOLDER).is_dir():
+        found = ", ".join(sorted(os.listdir(folder))[:5])
         raise UsageError(
             f"{folder} is no checkpoint of this trainer",
-            why=f"it has no folder {PIECES!r}, but {', '.join(sorted(os.listdir(folder))[:5])}",
+            why=f"it has no folder {TRAINER_FOLDER!r}, but {found}",
             hint="load weights with from_pretrained before the trainer is made; go on from a "
             "checkpoint that ShardwrightTrainer has saved",
         )

@@ -121,6 +121,7 @@ class Run:
     prediction: Prediction
     step: int = 0
     last_save: CheckpointSave | None = field(default=None, repr=False)
+    saved_step: int | None = None
 
 
 def train(settings: RunSettings, *, hooks: Mapping[str, Hook] | None = None) -> RunResult:
@@ -604,6 +605,7 @@ def save(run: Run, *, wait: bool = False) -> None:
         keep=settings.keep or None,
         async_save=settings.in_background and not wait,
     )
+    run.saved_step = run.step
     if wait:
         run.last_save.wait()
     record = run.loggers.write("save", step=run.step, folder=str(run.last_save.folder))
@@ -615,7 +617,11 @@ def save(run: Run, *, wait: bool = False) -> None:
 
 def _finish(run: Run) -> RunResult:
     run.stop.settle()
-    save(run, wait=True)
+    # A step that saves may be the one that a run is stopped after.
+    if run.saved_step != run.step or run.last_save is None:
+        save(run, wait=True)
+    else:
+        run.last_save.wait()
     result = RunResult(run.step, run.num_steps, run.stop.reason)
     if result.is_complete:
         # Asked to stop during the last step: all steps were taken, so nothing is left to go on

@@ -26,7 +26,12 @@ from shardwright.runtime.checkpoint.checkpoint_index import (
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.dcp_index import DCP_FILE
 from shardwright.runtime.checkpoint.dcp_write import write_dcp
-from shardwright.runtime.checkpoint.folders import LATEST_FILE, find_folder, sync_folder
+from shardwright.runtime.checkpoint.folders import (
+    LATEST_FILE,
+    find_folder,
+    pieces_folder,
+    sync_folder,
+)
 from shardwright.runtime.checkpoint.merge_files import MODEL_STEM, checked_index, merge_checkpoint
 from shardwright.runtime.checkpoint.pretrained import (
     CONFIG_FILE,
@@ -100,18 +105,26 @@ def convert_checkpoint(
 
 def form_of(folder: Path) -> Form:
     """The form of a folder. Raises :class:`CheckpointError` for what is none that can be read."""
-    if (folder / INDEX_FILE).exists() or (folder / LATEST_FILE).exists():
+    pieces = pieces_folder(folder)
+    # A trained model that was saved beside the checkpoints of a Trainer is what is meant.
+    if pieces == folder and _is_saved(folder):
         return "shardwright"
     if (folder / MODEL_FILE).exists() or (folder / WEIGHT_MAP_FILE).exists():
         return "huggingface"
     if (folder / DCP_FILE).exists():
         return "dcp"
+    if _is_saved(pieces):
+        return "shardwright"
     raise CheckpointError(
         f"{folder} is no checkpoint",
         why=f"it has none of {INDEX_FILE}, {LATEST_FILE}, {MODEL_FILE} and {DCP_FILE}",
         hint="pass a folder of save_checkpoint, of save_pretrained, or of "
         "torch.distributed.checkpoint",
     )
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / INDEX_FILE).exists() or (folder / LATEST_FILE).exists()
 
 
 def _export_dcp(source: Path, out: Path, max_file_bytes: int | None) -> Path:

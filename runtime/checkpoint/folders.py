@@ -32,6 +32,11 @@ from shardwright.runtime.swap import write_file
 
 LATEST_FILE = "LATEST"
 
+TRAINER_FOLDER = "shardwright"
+"""The folder in a checkpoint of ``ShardwrightTrainer`` (``checkpoint-500``) that has the pieces."""
+
+_TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
 _NAME = re.compile(r"(\d{6,})(?:-step-\d+)?")
 
 _WRITTEN = re.compile(
@@ -124,10 +129,12 @@ def complete_folders(directory: Path) -> list[Path]:
 
 def find_folder(directory: Path) -> Path:
     """The folder of one checkpoint: ``directory`` itself if it is one, of ours or of
-    ``torch.distributed.checkpoint``, else the one that its ``LATEST`` names.
+    ``torch.distributed.checkpoint``, else the one that its ``LATEST`` names. Of
+    ``ShardwrightTrainer`` it may be a checkpoint, or the output folder, whose newest counts.
 
     Raises :class:`CheckpointError` if there is none.
     """
+    directory = pieces_folder(directory)
     if (directory / INDEX_FILE).exists() or (directory / DCP_FILE).exists():
         return directory
     try:
@@ -148,6 +155,22 @@ def find_folder(directory: Path) -> Path:
             hint=f"load one of them by its own path, {directory / '...'}",
         )
     return folder
+
+
+def pieces_folder(directory: Path) -> Path:
+    """Where ``ShardwrightTrainer`` has put the pieces of its checkpoint ``directory``, or those of
+    the newest checkpoint in its output folder ``directory``. Any other folder is returned as it is.
+    """
+    if (directory / INDEX_FILE).exists() or (directory / LATEST_FILE).exists():
+        return directory
+    checkpoints = [
+        (int(match[1]), path)
+        for path in (directory.iterdir() if directory.is_dir() else ())
+        if (match := _TRAINER_CHECKPOINT.fullmatch(path.name))
+    ]
+    newest_first = [path for _, path in sorted(checkpoints, reverse=True)]
+    candidates = (path / TRAINER_FOLDER for path in (directory, *newest_first))
+    return next((path for path in candidates if (path / LATEST_FILE).exists()), directory)
 
 
 def sync_folder(folder: Path) -> None:

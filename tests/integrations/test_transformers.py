@@ -15,6 +15,7 @@ from spawn import run_script
 from trainer_runs import SCRIPT, tiny
 
 import shardwright
+from shardwright.runtime.checkpoint.convert import convert_checkpoint
 
 
 def trained(
@@ -42,6 +43,11 @@ def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Pat
     assert len(history) > 8
     assert_close_tree(found, weights, "weights of tp")
     assert_close_tree(history, expected, "what tp logs")
+    # A checkpoint, or the folder of all of them, is one for other tools.
+    for source in ("run1/checkpoint-8", "run1"):
+        whole = convert_checkpoint(tmp_path / source, tmp_path / f"{source}.full", "full")
+        converted = load_file(whole / "model.safetensors")
+        assert_close_tree({name: converted[name] for name in weights}, weights, "converted")
     # The last two steps again, on two units with half of each batch.
     checkpoint = str(tmp_path / "run1" / "checkpoint-6")
     history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 3}, checkpoint)

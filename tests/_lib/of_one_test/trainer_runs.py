@@ -15,6 +15,9 @@ from transformers import TrainingArguments
 
 LENGTH, VOCABULARY = 12, 64
 
+COUNTED = ("num_input_tokens_seen", "total_flos")
+"""What the Trainer adds up over all ranks."""
+
 
 class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Tokens of random lengths: the mean over tokens is not the mean over batches."""
@@ -78,7 +81,7 @@ def run(
         gradient_accumulation_steps=2, max_grad_norm=0.3, weight_decay=0.1, learning_rate=1e-2,
         num_train_epochs=2, warmup_steps=2, lr_scheduler_type="cosine", logging_steps=1,
         eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3, report_to=[],
-        use_cpu=True, disable_tqdm=True,
+        use_cpu=True, disable_tqdm=True, include_num_input_tokens_seen="all",
     )  # fmt: skip
     data: Any = {
         "train_dataset": Documents(32, 1, whole=name.endswith("whole")),
@@ -102,8 +105,12 @@ def run(
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{out}/final")
     if trainer.args.process_index == 0:
-        kept = ("step", "loss", "grad_norm", "learning_rate", "eval_sum")
+        kept = ("step", "loss", "grad_norm", "learning_rate", "eval_sum", *COUNTED)
         history = [{key: x[key] for key in kept if key in x} for x in trainer.state.log_history]
+        for entry, found in zip(history, trainer.state.log_history, strict=True):
+            if "eval_runtime" in found:
+                steps = found["eval_steps_per_second"] * found["eval_runtime"]
+                entry["eval_steps"] = round(steps)
         (Path(out) / "history.json").write_text(json.dumps(history))
     if torch.distributed.is_initialized():
         # The key-value store lies in the process of rank 0, which must not end first.

@@ -88,9 +88,11 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
         "rank 1, which was asked to",
         False,
     )
-    again = settings(tmp_path, global_batch=12, microbatch=2)
+    again = settings(tmp_path, global_batch=12, microbatch=2, checkpoints__every_steps=4)
     second = run(3, again, on_step_end=stopping_at(3))
     assert (second.step, second.stopped_by) == (4, "rank 1, which was asked to")
+    # Step 4 saves as every fourth one does, and is not saved again because the run stops there.
+    assert [record["step"] for record in records(chosen, "save")] == [2, 4]
     last = settings(
         tmp_path, global_batch=12, microbatch=3, parallel__policy="pp", export=str(tmp_path / "out")
     )

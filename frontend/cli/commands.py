@@ -254,7 +254,7 @@ Prints a block to paste into an issue. The exit code is 1 if something is wrong.
     "completion": Command(
         add_completion,
         "shardwright.frontend.cli.completion:run_completion",
-        """Print a script that completes commands and options in a shell.
+        """Print a script that completes commands, options and their values in a shell.
 
     shardwright completion bash
 
@@ -318,13 +318,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace | None:
     return options
 
 
-def command_flags() -> dict[str, list[str]]:
-    """The options of every command, long ones only."""
-    _, parsers = _make_parser()
-    return {
-        name: [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        for name, parser in parsers.items()
-    }
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command."""
+    return _make_parser()[1]
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -196,12 +196,19 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     """
     if name is None:
         return None
-    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
-    known = {
-        str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point
-    }
+    known = _floating_dtypes()
     if name not in known:
         raise ConfigError(
             f"there is no floating dtype {name!r}", hint=did_you_mean(name, tuple(known))
         )
     return known[name]
+
+
+def floating_dtypes() -> tuple[str, ...]:
+    """The names that :func:`read_dtype` knows."""
+    return tuple(_floating_dtypes())
+
+
+def _floating_dtypes() -> dict[str, torch.dtype]:
+    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point}

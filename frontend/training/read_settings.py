@@ -81,7 +81,7 @@ def read_run(file: Path | None, flags: Sequence[str] = ()) -> ReadRun:
     if file is not None:
         for parts, value in _flat(_read_yaml(file)):
             _put(given, Given(value, str(file), parts))
-    known = tuple(path for path, _ in _fields(RunSettings))
+    known = tuple(path for path, _ in types_of_settings())
     for key, value in _read_flags(flags):
         parts = tuple(key.split("."))
         is_section = any(path.startswith(f"{key}.") for path in known)
@@ -167,7 +167,7 @@ def _put(given: dict[str, Given], one: Given) -> None:
     given[path] = one
 
 
-def _fields(cls: type[Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def types_of_settings(cls: type[Any] = RunSettings, path: str = "") -> Iterator[tuple[str, Any]]:
     """All settings by path, with their annotations; sections are gone into."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -176,7 +176,7 @@ def _fields(cls: type[Any], path: str = "") -> Iterator[tuple[str, Any]]:
         if section is None:
             yield name, hints[field.name]
         else:
-            yield from _fields(section, name)
+            yield from types_of_settings(section, name)
 
 
 def _section_of(annotation: Any) -> type[Any] | None:
@@ -200,7 +200,7 @@ def _check_known(path: str, one: Given, known: tuple[str, ...]) -> None:
     if path in known:
         return
     # Below a setting that is a mapping there may be anything.
-    kinds = dict(_fields(RunSettings))
+    kinds = dict(types_of_settings())
     parts = path.split(".")
     parents = (".".join(parts[:length]) for length in range(1, len(parts)))
     if any(parent in kinds and _is_mapping(kinds[parent]) for parent in parents):

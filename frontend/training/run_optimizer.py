@@ -58,9 +58,16 @@ def find_optimizer(name: str) -> Any:
     found = getattr(torch.optim, short, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
-    known = tuple(
+    hint = did_you_mean(short, optimizer_names())
+    raise ConfigError(f"torch.optim has no optimizer {short!r}", hint=hint)
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """The optimizers of torch."""
+    return tuple(
         key
         for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
     )
-    raise ConfigError(f"torch.optim has no optimizer {short!r}", hint=did_you_mean(short, known))

@@ -479,6 +479,29 @@ def test_every_command_has_help(command, capsys):
         assert command in capsys.readouterr().out
 
 
+def test_a_shell_completes_commands_options_and_values(capsys) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def completed(*words: str) -> list[str]:
+        line = f"COMP_WORDS=(shardwright {' '.join(map(repr, words))}); COMP_CWORD={len(words)}"
+        shell = f"{script}\n{line}\n_shardwright\necho ${{COMPREPLY[@]}}"
+        return subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.split()
+
+    assert completed("merg") == ["merge", "merge-checkpoint"]
+    assert completed("merge-checkpoint", "--max") == ["--max-file-size"]
+    assert completed("convert", "in", "out", "--to", "") == [
+        "shardwright", "huggingface", "full", "dcp",
+    ]  # fmt: skip
+    assert completed("compile", "--policy", "t") == ["tp", "tensor"]
+    assert completed("simulate", "--hardware", "=", "h") == ["h100", "h200"]
+    assert completed("plan", "--optimizer", "AdamW") == ["AdamW"]
+    assert completed("data", "") == ["redist", "index"]
+    assert completed("train", "--schedule.name", "=") == ["constant", "linear", "cosine"]
+    assert completed("train", "--checkpoints.in_background", "t") == ["true"]
+    assert completed("train", "--optimizer.n") == ["--optimizer.name"]
+
+
 def test_it_ends_quietly_where_nobody_reads() -> None:
     """Nothing is said of a pipe that was closed, as by ``shardwright ... | head``."""
     reader, writer = os.pipe()

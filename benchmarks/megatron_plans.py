@@ -10,35 +10,28 @@ of eight, tensor by pipeline ranks, and units of them side by side. The search g
 per unit and the same samples, and may choose everything else: with ``--sizes`` the size of a
 microbatch too, and with ``--zero`` the stage of ZeRO, of which the published plans have none. Of
 Megatron's plan all forms are audited, with and without sequence parallelism, with full, selective
-(the attention core) and no recomputation, and the best that fits is named. "Left out" are meshes
-with whose plans of simple policies there was no time to compare. Everything is priced, nothing is
-run. Times are CPU seconds of this process.
+(the attention core) and no recomputation, and the best that fits is named. Times are CPU seconds of
+this process; ``published_search.py`` says what else the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from megatron_times import RESIDUAL_STREAM, SEQ, VOCAB, Layer
+from published_search import Published, compare, heading
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import annotate, pass_manager
-from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.plan_cost import PlanCost
-from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.passes.recompute_regions import mark_recompute
-from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.autodist.autodist_policy import search_each, settled
+from shardwright.policies.autodist.autodist_policy import search_each
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import batches
@@ -157,21 +150,18 @@ def _staged(case: Case, graph: PlannableGraph, plan: Plan) -> Plan:
     return add_stages(graph, case.config, plan, options, case.pipeline_ranks)
 
 
-def audited(case: Case, graph: PlannableGraph, plan: Plan, hardware: Hardware) -> PlanCost:
-    """The cost of a plan from the program that is emitted for it."""
-    stages = stage_of_ops(graph, plan) if plan.stages else {}
-    marked = mark_recompute(graph, plan.recompute, stages) if plan.recompute else graph
-    program = lower_stages(marked, plan) if plan.stages else lower(marked, plan)
-    return audit(program, case.config, hardware, num_microbatches=case.num_microbatches)
-
-
-def best_known(case: Case, graph: PlannableGraph, hardware: Hardware) -> tuple[str, PlanCost]:
-    """The fastest form of the published plan that fits the memory."""
-    costs = [
-        (title, audited(case, graph, plan, hardware)) for title, plan in megatron_plans(case, graph)
-    ]
-    fitting = [item for item in costs if item[1].peak_bytes <= hardware.device.memory_bytes]
-    return min(fitting, key=lambda item: item[1].step_s)
+def published(case: Case) -> Published:
+    """The plan of a case and the work it is for."""
+    graph = graph_of(case)
+    chunks = f" x{case.chunks}" if case.chunks > 1 else ""
+    return Published(
+        f"tp={case.tensor_ranks} pp={case.pipeline_ranks}{chunks}",
+        graph,
+        case.config,
+        load_hardware("a100-80gb", case.gpus),
+        case.num_microbatches,
+        lambda: megatron_plans(case, graph),
+    )
 
 
 def searched(
@@ -196,26 +186,15 @@ def searched(
     return search_each(Subsearches.of(graphs, config, None), options, hardware)
 
 
-def compare(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
+def compared(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
     """A row of the table."""
-    graph, hardware = graph_of(case), load_hardware("a100-80gb", case.gpus)
-    title, known = best_known(case, graph, hardware)
-    began = time.process_time()
-    found = searched(case, graph, hardware, limit_s, sizes=sizes, zero=zero)
-    certificate = settled(found, case.config, hardware).certificate
-    assert certificate is not None and found.best is not None and found.best.cost is not None
-    chunks = f" x{case.chunks}" if case.chunks > 1 else ""
-    published = f"tp={case.tensor_ranks} pp={case.pipeline_ranks}{chunks}, {title}"
-    sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", published]
-    sizes += [f"{known.step_s:.3f}", f"{known.peak_bytes / 1e9:.0f}", found.best.title]
-    sizes += [f"{certificate.cost_s:.3f}", f"{found.best.cost.peak_bytes / 1e9:.0f}"]
-    sizes += [
-        f"{certificate.cost_s / known.step_s - 1:+.1%}",
-        f"{certificate.gap:.1%}",
-        f"{time.process_time() - began:.0f}",
-    ]
-    sizes += [str(len(found.not_compared)), found.interrupted or ""]
-    return " | ".join([f"| {case.name}", *sizes]) + " |"
+    known = published(case)
+    units = f"{case.unit_ranks} x {case.gpus // case.unit_ranks}"
+    return compare(
+        [case.name, units],
+        known,
+        lambda: searched(case, known.graph, known.hardware, limit_s, sizes=sizes, zero=zero),
+    )
 
 
 def main() -> None:
@@ -229,14 +208,10 @@ def main() -> None:
     parser.add_argument("--zero", action="store_true", help="the search chooses the stage of ZeRO")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
     args = parser.parse_args()
-    print(
-        "| model | ranks x units | Megatron's plan | s | GB | autodist's plan | s | GB | | "
-        "gap | CPU s | left out | |"
-    )
-    print("|---" * 13 + "|")
+    print(heading(["model", "ranks x units"]), flush=True)
     for case in CASES:
         if not args.cases or case.name in args.cases:
-            print(compare(case, args.limit, sizes=args.sizes, zero=args.zero), flush=True)
+            print(compared(case, args.limit, sizes=args.sizes, zero=args.zero), flush=True)
 
 
 if __name__ == "__main__":

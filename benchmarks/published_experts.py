@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from published_models import qwen3
+from published_search import Published, compare, heading
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -37,24 +37,16 @@ from transformers import (
 )
 
 from shardwright.compiler.compile import annotate, pass_manager
-from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.chosen_rows import with_imbalance
-from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.passes.recompute_regions import mark_recompute
-from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.autodist.autodist_policy import search, settled
-from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
 
 logging.set_verbosity_error()  # nothing is said of random weights
 
@@ -187,36 +179,22 @@ def published_plans(row: Row, graph: PlannableGraph) -> Iterator[tuple[str, Plan
             yield title, find_policy("hybrid").apply(graph, config)
 
 
-def audited(row: Row, graph: PlannableGraph, plan: Plan, hardware: Hardware) -> PlanCost:
-    """The cost of a plan from the program that is emitted for it."""
-    stages = stage_of_ops(graph, plan) if plan.stages else {}
-    marked = mark_recompute(graph, plan.recompute, stages) if plan.recompute else graph
-    program = lower_stages(marked, plan) if plan.stages else lower(marked, plan)
-    return audit(program, row.config, hardware, num_microbatches=row.num_microbatches)
+def published(row: Row) -> Published:
+    """The plan of a row and the work it is for."""
+    graph = graph_of(row)
+    return Published(
+        row.plan_text,
+        graph,
+        row.config,
+        hardware_of(row),
+        row.num_microbatches,
+        lambda: published_plans(row, graph),
+    )
 
 
-def best_known(row: Row, graph: PlannableGraph, hardware: Hardware) -> tuple[str, PlanCost, bool]:
-    """The fastest form of the published plan that fits the memory, else the one with the least; and
-    whether it fits.
-    """
-    costs = []
-    for title, plan in published_plans(row, graph):
-        costs.append((title, audited(row, graph, plan, hardware)))
-    fitting = [item for item in costs if item[1].peak_bytes <= hardware.device.memory_bytes]
-    if fitting:
-        return *min(fitting, key=lambda item: item[1].step_s), True
-    return *min(costs, key=lambda item: item[1].peak_bytes), False
-
-
-def compare(row: Row, limit_s: float) -> str:
+def compared(row: Row, limit_s: float) -> str:
     """A row of the table."""
-    cells = [row.name, row.model, f"{row.gpus} {row.gpu}"]
-    graph, hardware = graph_of(row), hardware_of(row)
-    title, known, fits = best_known(row, graph, hardware)
-    step = f"{known.step_s:.2f}"
-    cells += [f"{row.plan_text}, {title}", step if fits else f"({step})"]
-    cells += [f"{known.peak_bytes / 1e9:.0f}"]
-    began = time.process_time()
+    known = published(row)
     options = AutodistOptions(
         num_microbatches=row.num_microbatches,
         time_limit_s=limit_s,
@@ -224,26 +202,11 @@ def compare(row: Row, limit_s: float) -> str:
         simpler_within=0.0,
         hardware=MACHINES[row.gpu],
     )
-    try:
-        found = search(graph, row.config, options, hardware)
-        certificate = settled(found, row.config, hardware).certificate
-    except PlanError as error:
-        return line([*cells, f"none: {error.what}", "", "", "", "", ""])
-    assert found.best is not None and certificate is not None
-    cells += cells_of(found.best, known if fits else None)
-    return line([*cells, f"{certificate.gap:.0%}", f"{time.process_time() - began:.0f}"])
-
-
-def cells_of(best: Candidate, known: PlanCost | None) -> list[str]:
-    """Autodist's plan, its seconds and gigabytes, and how much faster it is than the known one."""
-    assert best.cost is not None
-    cells = [best.title, f"{best.cost.step_s:.2f}", f"{best.cost.peak_bytes / 1e9:.0f}"]
-    return [*cells, f"{best.cost.step_s / known.step_s - 1:+.1%}" if known else ""]
-
-
-def line(cells: list[str]) -> str:
-    """Cells as a line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+    return compare(
+        [row.name, row.model, f"{row.gpus} {row.gpu}"],
+        known,
+        lambda: search(known.graph, row.config, options, known.hardware),
+    )
 
 
 def main() -> None:
@@ -254,12 +217,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each search")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    heads = ["row", "model", "GPUs", "published plan", "s", "GB"]
-    print(line([*heads, "autodist's plan", "s", "GB", "", "gap", "CPU s"]))
-    print("|---" * 12 + "|", flush=True)
+    print(heading(["row", "model", "GPUs"]), flush=True)
     rows = {row.name: row for row in known_rows()}
     for name in arguments.rows or rows:
-        print(compare(rows[name], arguments.limit), flush=True)
+        print(compared(rows[name], arguments.limit), flush=True)
 
 
 if __name__ == "__main__":

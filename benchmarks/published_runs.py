@@ -23,7 +23,9 @@ from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.entry import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -86,7 +88,7 @@ class Row:
     def plan_text(self) -> str:
         degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "vp": self.chunks}
         text = " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
-        return text + (f" ZeRO-{self.zero}" if self.zero else "") or "dp"
+        return f"{text} ZeRO-{self.zero}".strip() if self.zero else text or "dp"
 
     @property
     def config(self) -> ComputeConfig:
@@ -279,23 +281,12 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
     if depth is not None:
         row = replace(row, sizes=replace(row.sizes, layers=depth * stages))
     graph = graph_of(row.model, row.sizes, row.microbatch * row.dp)
-    again = {"none": (), "full": (family.layers,)}.get(row.recompute, (family.core,))
+
+    def planned(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+        return plan_of(row, graph)
+
     policy, options = _policy_of(row)
-    if policy == "hybrid":
-        options["recompute"] = again
-        if row.sizes.layers % stages == 0:
-            # Stages of as many layers each, as the systems that were measured cut them.
-            step = row.sizes.layers // stages
-            starts = [family.layers.replace("*", str(step * stage)) for stage in range(1, stages)]
-            options["stage_starts"] = tuple(starts)
     config = replace(row.config, pas_config=options)
-
-    def planned(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
-        found = find_policy(policy).apply(graph, config)
-        plan = found.plan if isinstance(found, PlannableGraph) else found
-        assert plan is not None
-        return replace(graph, plan=replace(plan, recompute=again))
-
     for step in (
         Decide(planned, policy, config),
         SettleZero(config),
@@ -307,6 +298,26 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
     ):
         graph = step(graph)
     return graph
+
+
+def plan_of(row: Row, graph: PlannableGraph) -> Plan:
+    """The plan of a row for its model, with the layers that the row says."""
+    family = family_of(row.model)
+    assert family is not None
+    stages = row.pp * row.chunks
+    again = {"none": (), "full": (family.layers,)}.get(row.recompute.split(",")[0], (family.core,))
+    policy, options = _policy_of(row)
+    if policy == "hybrid":
+        options["recompute"] = again
+        if row.sizes.layers % stages == 0:
+            # Stages of as many layers each, as the systems that were measured cut them.
+            step = row.sizes.layers // stages
+            starts = [family.layers.replace("*", str(step * stage)) for stage in range(1, stages)]
+            options["stage_starts"] = tuple(starts)
+    found = find_policy(policy).apply(graph, replace(row.config, pas_config=options))
+    plan = found.plan if isinstance(found, PlannableGraph) else found
+    assert plan is not None
+    return replace(plan, recompute=again, zero=units_of_storage(row.config))
 
 
 def _policy_of(row: Row) -> tuple[str, dict[str, object]]:

@@ -4,6 +4,7 @@ alone, not on times.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable
 
 from shardwright.compiler.schedule.schedule import Schedule
@@ -74,8 +75,11 @@ def held_together(
 
 def _largest(moments: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The moments that no other moment exceeds or equals in all counts."""
-
-    def is_covered(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        return other != own and all(a >= b for a, b in zip(other, own, strict=True))
-
-    return tuple(own for own in moments if not any(is_covered(own, other) for other in moments))
+    largest: list[tuple[int, ...]] = []
+    # What exceeds a moment has a larger sum, and so comes before it; and whatever is not among the
+    # largest itself has one of these above it.
+    for own in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(operator.ge, other, own)) for other in largest):
+            largest.append(own)
+    found = set(largest)
+    return tuple(own for own in moments if own in found)

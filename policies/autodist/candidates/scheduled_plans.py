@@ -6,6 +6,7 @@ positions 0, 1, 0 and 1.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,12 @@ from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.policies.autodist.candidates.meshes import position_ranks, with_pp
 from shardwright.runtime.errors import PlanError
+
+INTERLEAVED = "1f1b_interleaved"
+"""The schedule that takes any number of stages on a position."""
+
+MOST_CHUNKS = 4
+"""How many stages on a position a schedule that takes any number is tried with at most."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +43,25 @@ def named_schedules(
     found = []
     for name in schedules:
         method = SCHEDULES[name]
-        upper = method.max_chunks or max(method.min_chunks, 4)
+        upper = method.max_chunks or max(method.min_chunks, MOST_CHUNKS)
         for count in range(method.min_chunks, upper + 1):
             if (chunks is not None and count != chunks) or num_positions * count > most:
                 continue
-            try:
-                method.check(num_positions, num_microbatches, count)
-            except PlanError:
-                continue  # the number of microbatches is given, and some schedules need another
-            found.append(NamedSchedule(name, count))
+            # The number of microbatches is given, and some schedules need another.
+            if works(NamedSchedule(name, count), num_positions, num_microbatches):
+                found.append(NamedSchedule(name, count))
     return found
+
+
+def works(named_schedule: NamedSchedule, num_positions: int, num_microbatches: int) -> bool:
+    """Whether a schedule works with these numbers."""
+    if not named_schedule.name:
+        return True
+    method = SCHEDULES[named_schedule.name]
+    with contextlib.suppress(PlanError):
+        method.check(num_positions, num_microbatches, named_schedule.chunks)
+        return True
+    return False
 
 
 def staged(

@@ -29,7 +29,12 @@ from shardwright.policies.autodist.candidates.meshes import (
     position_ranks,
 )
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
-from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import (
+    INTERLEAVED,
+    MOST_CHUNKS,
+    NamedSchedule,
+    works,
+)
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Audits
 from shardwright.policies.autodist.search.search_state import (
@@ -37,6 +42,7 @@ from shardwright.policies.autodist.search.search_state import (
     TRYING_SHARE,
     SearchState,
 )
+from shardwright.policies.autodist.stages.chain import layer_blocks
 from shardwright.runtime.layout import Mesh
 
 BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
@@ -59,6 +65,9 @@ SURE_SHARES = (0.93, 1.0)
 """The shares of the memory that the first plan may take by the model of stages: that model leaves
 out some per cent of what programs take. The second share counts where the first is too little.
 """
+
+NUM_VARIED = 5
+"""How many of the best plans have their placements tried with more stages on each position."""
 
 LAST_SHARE = 0.9
 """The share of the time limit after which also the mesh that is being tried is left, if there is
@@ -246,6 +255,31 @@ class MeshSearch:
         if inner:
             self._try_all(inner)
 
+    def try_more_chunks(self) -> None:
+        """Try interleaved 1F1B with more stages on each position than schedules are tried with, for
+        the placements of the best plans: as many as deal the layers out evenly.
+
+        Example: of 80 layers on 4 positions 5, 10 and 20 stages on each.
+        """
+        if self.space.chunks is not None or INTERLEAVED not in self.space.schedules:
+            return
+        num_layers = len(layer_blocks(self.state.graph)[1])
+        seen: list[tuple[int, Plan]] = []
+        for candidate in tuple(self.result.audited[:NUM_VARIED]):
+            asked = candidate.cut_request
+            if asked is None or asked.num_positions == 1 or len(asked.placements) > 1:
+                continue
+            number, placed = asked.num_positions, asked.placements[0].placed
+            if num_layers % number or any((number, placed.plan) == other for other in seen):
+                continue
+            seen.append((number, placed.plan))
+            title = mesh_title(number, placed.plan.mesh, asked.pp_place)
+            more = [count for count in divisors(num_layers // number) if count > MOST_CHUNKS]
+            found = [NamedSchedule(INTERLEAVED, count) for count in more]
+            usable = [each for each in found if works(each, number, self.space.num_microbatches)]
+            self._try_these(replace(asked, title=title), usable)
+        self.audits.audit_promising()
+
     def answer_at_once(self) -> None:
         """Find one plan that fits, where there is none yet, from what is known."""
         self.audits.audit_promising(most=1)
@@ -362,8 +396,12 @@ class MeshSearch:
 
     def _try_schedules(self, cut_request: CutRequest) -> bool:
         """Cut for all schedules. Returns whether one of them fits with nothing computed again."""
+        return self._try_these(cut_request, self.state.named_schedules(cut_request.num_positions))
+
+    def _try_these(self, cut_request: CutRequest, named_schedules: Sequence[NamedSchedule]) -> bool:
+        """Cut for these schedules. Returns whether one of them fits with nothing computed again."""
         fits = False
-        for named_schedule in self.state.named_schedules(cut_request.num_positions):
+        for named_schedule in named_schedules:
             if self._may_end(LAST_SHARE):
                 self.state.end_by_time()
                 break

@@ -134,9 +134,11 @@ class Search:
         if self.space.pieces:
             LossPieces(self.state, self.audits).run()
 
-        # Variations of what was found: the pipeline axis further inside, and stages that differ.
+        # Variations of what was found: the pipeline axis further inside, more stages on each
+        # position, and stages that differ.
         if not self.state.is_late():
             meshes.try_inner()
+            meshes.try_more_chunks()
             MixedStages(self.state, self.audits).run(meshes.placed)
 
         # Last, audit what is predicted to beat the best plan, and simple policies' plans that may.

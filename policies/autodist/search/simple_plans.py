@@ -102,17 +102,18 @@ def simple_plans(
     setting: Setting,
     below_s: float = float("inf"),
     rules: Rules | None = None,
+    later: list[Iterator[SimplePlan]] | None = None,
 ) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
     short; of one axis, either. An axis that deals in zigzag splits the sequence. Two and three axes
     are those of a mode of ``tensor``, too. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
-    shared by all meshes.
+    shared by all meshes. ``later``: gets the plans that take more than the memory if all positions
+    hold as much. Finding out where their stages begin may take long, and few fit.
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config
-    ranks = position_ranks(mesh, num_positions, pp_place)
     recompute = tuple(space.recompute or ())
     marked = with_regions(rules.needed, recompute)
     # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
@@ -140,39 +141,88 @@ def simple_plans(
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
             continue
         # Where stages begin, for every schedule.
-        for cut in _cuts(marked, walk, named_schedules, num_positions, pp_place, space):
-            if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
-                continue
-            least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
-            # A schedule is simulated; without one a step is its operators, one after the other.
-            if cut.named_schedule.name:
-                schedule = generate(
-                    cut.named_schedule.name,
-                    num_positions,
-                    space.num_microbatches,
-                    cut.named_schedule.chunks,
-                )
-                splits = SCHEDULES[cut.named_schedule.name].splits_backward and not walk.regions
-                least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
-                in_flight = list(peak_in_flight(schedule))
-                cut_plan = staged(
-                    plan,
-                    cut.starts,
-                    num_positions,
-                    cut.named_schedule,
-                    space.num_microbatches,
-                    pp_place,
-                )
-            # Sums of gradients and updates, once per step.
-            least_s += _once_s(walk, cut.placement, cut.spans)
-            yield SimplePlan(
-                cut_plan,
-                plan,
-                way.whose,
-                cut.named_schedule,
-                least_s,
-                partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
+        on = partial(
+            _simple_plans, marked, walk, times, way, num_positions, pp_place, space, below_s
+        )
+        if later is None:
+            yield from on(named_schedules)
+            continue
+        likely, large = _by_even_bytes(walk, named_schedules, num_positions, space)
+        later.append(on(large))
+        yield from on(likely)
+
+
+def _by_even_bytes(
+    walk: Walk, named_schedules: Sequence[NamedSchedule], num_positions: int, space: SearchSpace
+) -> tuple[list[NamedSchedule], list[NamedSchedule]]:
+    """The schedules with which a placement fits if all of its stages hold as much, and the others.
+
+    Example: parameters and what goes with them are 80 GB, activations of a microbatch 120 GB. Four
+    positions hold 20 GB of the first each. By 1F1B the first one keeps four microbatches, of 30 GB
+    each, and so 140 GB.
+    """
+    found: tuple[list[NamedSchedule], list[NamedSchedule]] = ([], [])
+    everything = [range(len(walk.program.graph.ops))]
+    for named_schedule in named_schedules:
+        in_flight, stages = 1, 1
+        if named_schedule.name:
+            chunks, count = named_schedule.chunks, space.num_microbatches
+            schedule = generate(named_schedule.name, num_positions, count, chunks)
+            in_flight, stages = max(peak_in_flight(schedule)), schedule.num_stages
+        held = _least_bytes(walk, [0], [0], everything) / num_positions
+        kept = _least_bytes(walk, [1], [0], everything) - _least_bytes(walk, [0], [0], everything)
+        is_large = held + in_flight * kept / stages > space.memory_bytes
+        found[is_large].append(named_schedule)
+    return found
+
+
+def _simple_plans(
+    marked: PlannableGraph,
+    walk: Walk,
+    times: Sequence[float],
+    way: Way,
+    num_positions: int,
+    pp_place: int,
+    space: SearchSpace,
+    below_s: float,
+    named_schedules: Sequence[NamedSchedule],
+) -> Iterator[SimplePlan]:
+    """The plans of one way on these schedules, but for those whose parts take too long."""
+    plan, setting = walk.program.plan, walk.setting
+    ranks = position_ranks(plan.mesh, num_positions, pp_place)
+    for cut in _cuts(marked, walk, named_schedules, num_positions, pp_place, space):
+        if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
+            continue
+        least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
+        # A schedule is simulated; without one a step is its operators, one after the other.
+        if cut.named_schedule.name:
+            schedule = generate(
+                cut.named_schedule.name,
+                num_positions,
+                space.num_microbatches,
+                cut.named_schedule.chunks,
             )
+            splits = SCHEDULES[cut.named_schedule.name].splits_backward and not walk.regions
+            least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
+            in_flight = list(peak_in_flight(schedule))
+            cut_plan = staged(
+                plan,
+                cut.starts,
+                num_positions,
+                cut.named_schedule,
+                space.num_microbatches,
+                pp_place,
+            )
+        # Sums of gradients and updates, once per step.
+        least_s += _once_s(walk, cut.placement, cut.spans)
+        yield SimplePlan(
+            cut_plan,
+            plan,
+            way.whose,
+            cut.named_schedule,
+            least_s,
+            partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
+        )
 
 
 @dataclass(frozen=True)

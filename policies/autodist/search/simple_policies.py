@@ -4,6 +4,7 @@ search, and a first one.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,7 +87,8 @@ class SimplePolicies:
         ):
             if number and self.clock.spent() > GATHER_SHARE:
                 break
-            found += [(simple, where) for simple in self._plans(where, BEGIN_SHARE).found]
+            listing = self._plans(where, BEGIN_SHARE, likely=True)
+            found += [(simple, where) for simple in listing.found]
         # The least first; what does not fit in memory is passed over.
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
             if simple.least_bytes(gradients=True) > self.space.memory_bytes:
@@ -219,9 +221,9 @@ class SimplePolicies:
             return not self.clock.is_over
         return self.clock.spent(sum(map(self.clock.longest_s, kinds))) <= 1.0
 
-    def _plans(self, where: PipelineMesh, share: float) -> _Listing:
+    def _plans(self, where: PipelineMesh, share: float, *, likely: bool = False) -> _Listing:
         """The plans on one mesh that may be better, as many as there is time for in that share of
-        the limit, or one more than are known.
+        the limit, or one more than are known. ``likely``: only those that likely fit.
         """
         if where not in self._listings:
             number, mesh, pp_place = where
@@ -232,6 +234,7 @@ class SimplePolicies:
                 key=lambda named_schedule: named_schedule.chunks,
             )
             below_s = self.state.beaten_s()
+            later: list[Iterator[SimplePlan]] = []
             plans = simple_plans(
                 self.state.graph,
                 mesh,
@@ -242,11 +245,12 @@ class SimplePolicies:
                 setting,
                 below_s,
                 self._rules,
+                later,
             )
-            self._listings[where] = _Listing(plans)
+            self._listings[where] = _Listing(plans, later)
         listing = self._listings[where]
         # Go on where the last call has stopped.
-        while not listing.has_all:
+        while not (listing.has_likely if likely else listing.has_all):
             with self.clock.timed(SIMPLE_PLANS):
                 listing.go_on()
             if self.clock.spent() > share or not self._has_time(SIMPLE_PLANS):
@@ -316,20 +320,25 @@ class SimplePolicies:
 
 
 class _Listing:
-    """The plans on one mesh, as far as they are ``found``."""
+    """The plans on one mesh, as far as they are ``found``: first those that likely fit, then
+    those that come ``later``.
+    """
 
-    def __init__(self, plans: Iterator[SimplePlan]) -> None:
-        self._plans = plans
+    def __init__(self, plans: Iterator[SimplePlan], later: list[Iterator[SimplePlan]]) -> None:
+        self._plans, self._later = plans, later
         self.found: list[SimplePlan] = []
-        self.has_all = False
+        self.has_likely = self.has_all = False
 
     def go_on(self) -> None:
         """Find the next one, if there is one."""
         simple = next(self._plans, None)
-        if simple is None:
-            self.has_all = True
-        else:
+        if simple is not None:
             self.found.append(simple)
+        elif not self.has_likely:
+            # Only now are all of those that come later known.
+            self.has_likely, self._plans = True, itertools.chain(*self._later)
+        else:
+            self.has_all = True
 
 
 def _title(simple: SimplePlan, where: PipelineMesh) -> str:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_costs import PlacedBlocks, StageCosts
@@ -196,6 +197,16 @@ Path = list[tuple[int, int, int]]
 """``(start, stop, placement)`` from the first stage to the last."""
 
 
+Reached = dict[int, dict[int, Array]]
+"""By placement of the last stage and number of lots used, the least seconds so far for each block;
+only what some path reaches.
+"""
+
+Step = dict[int, dict[int, tuple[NDArray[np.intp], NDArray[np.intp]]]]
+"""By placement of a stage and number of lots used behind it: where the stage begins, and the
+placement of the one before, for each block at which it ends.
+"""
+
 OwnAndFill = tuple[list[Array], list[Array]]
 """What counts of a stage itself and of a stage before it, for each placement."""
 
@@ -247,23 +258,16 @@ class _Paths:
         """
         if not self.num_blocks:
             return None
-        # per placement of the last stage, -1 before the first one: [block, lots used] -> seconds so
-        # far
-        before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
-        before[-1][0, 0] = 0.0
-        steps: list[dict[int, Array]] = []
+        # Before the first stage, whose number is -1, nothing is used and nothing is done.
+        before: Reached = {-1: {0: self._nothing()}}
+        steps: list[Step] = []
         # One stage more each round.
         for listed in priced:
             allowed: dict[tuple[int, int], Array] = {}
-            step = {
-                index: np.full((self.num_blocks + 1, self.num_lots + 1, 2), -1)
-                for index in range(len(self.sizes))
-            }
-            after = {
-                index: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf) for index in step
-            }
+            step, after = Step(), Reached()
             # Every placement of the stage, after every number of lots that is used so far.
             for index, used in self._places(before):
+                stop_lots = used + self.sizes[index]
                 for message, sums, origins in self._arrivals(before, index, used):
                     key = (index, id(message))
                     if key not in allowed:
@@ -272,34 +276,48 @@ class _Paths:
                     times = sums[:, None] + allowed[key]
                     starts = times.argmin(axis=0)
                     values = times[starts, np.arange(len(starts))]
-                    column, chosen = (
-                        after[index][:, used + self.sizes[index]],
-                        step[index][:, used + self.sizes[index]],
-                    )
-                    # Remember start and placement, to read the path back.
-                    better = values < column
-                    column[better] = values[better]
-                    chosen[better, 0], chosen[better, 1] = starts[better], origins[starts[better]]
+                    if not np.isfinite(values).any():
+                        continue
+                    columns, chosen = after.setdefault(index, {}), step.setdefault(index, {})
+                    if stop_lots not in columns:
+                        columns[stop_lots] = values
+                        chosen[stop_lots] = starts, origins[starts]
+                        continue
+                    # Another message: remember start and placement where it is the better one.
+                    better = values < columns[stop_lots]
+                    columns[stop_lots][better] = values[better]
+                    chosen[stop_lots][0][better] = starts[better]
+                    chosen[stop_lots][1][better] = origins[starts[better]]
             before = after
             steps.append(step)
         return self._read(before, steps, priced)
 
+    def _nothing(self) -> Array:
+        """The seconds by block before the first stage."""
+        column = np.full(self.num_blocks + 1, np.inf)
+        column[0] = 0.0
+        return column
+
     def _read(
-        self, last: dict[int, Array], steps: list[dict[int, Array]], priced: Sequence[Priced]
+        self, last: Reached, steps: Sequence[Step], priced: Sequence[Priced]
     ) -> tuple[float, float, Path] | None:
         """The path that the tables of the steps describe."""
         # The placement of the last stage at the end of everything.
-        index = min(
-            last, key=lambda placement: float(last[placement][self.num_blocks, self.num_lots])
-        )
-        total = float(last[index][self.num_blocks, self.num_lots])
-        if not np.isfinite(total):
+        ends = {
+            index: float(columns[self.num_lots][self.num_blocks])
+            for index, columns in last.items()
+            if self.num_lots in columns
+        }
+        index = min(ends, key=ends.__getitem__, default=-1)
+        total = ends.get(index, math.inf)
+        if not math.isfinite(total):
             return None
         path: Path = []
         largest, stop, used = 0.0, self.num_blocks, self.num_lots
         # Back from the end, stage by stage.
         for step, listed in zip(reversed(steps), reversed(priced), strict=True):
-            start, origin = (int(item) for item in step[index][stop, used])
+            starts, origins = step[index][used]
+            start, origin = int(starts[stop]), int(origins[stop])
             used -= self.sizes[index]
             path.append((start, stop, index))
             largest = max(
@@ -311,13 +329,9 @@ class _Paths:
             stop, index = start, origin
         return total, largest, path[::-1]
 
-    def _places(self, before: dict[int, Array]) -> list[tuple[int, int]]:
+    def _places(self, before: Reached) -> list[tuple[int, int]]:
         """``(placement, lots used)`` of the stages that may come next."""
-        reached = [
-            used
-            for used in range(self.num_lots)
-            if any(np.isfinite(table[:, used]).any() for table in before.values())
-        ]
+        reached = sorted({used for columns in before.values() for used in columns})
         return [
             (index, used)
             for index, size in enumerate(self.sizes)
@@ -326,26 +340,24 @@ class _Paths:
         ]
 
     def _arrivals(
-        self, before: dict[int, Array], index: int, used: int
+        self, before: Reached, index: int, used: int
     ) -> list[tuple[Array | None, Array, Array]]:
         """The least seconds so far per block, and the placement of the stage before, for each
         distinct message before a stage.
         """
         # Placements with the same message may be compared before the stage is.
         groups: dict[int, tuple[Array | None, list[int]]] = {}
-        for origin, table in before.items():
-            if np.isfinite(table[:, used]).any():
+        for origin, columns in before.items():
+            if used in columns:
                 # Placements whose messages to this stage are one table are one group: for each
                 # block only the cheapest of them can be a part of the best path.
                 message = self._message(origin, index, used)
                 groups.setdefault(id(message), (message, []))[1].append(origin)
         found = []
         for message, origins in groups.values():
-            columns = np.stack([before[origin][:, used] for origin in origins])
-            least = columns.argmin(axis=0)
-            found.append(
-                (message, columns[least, np.arange(columns.shape[1])], np.array(origins)[least])
-            )
+            sums = np.stack([before[origin][used] for origin in origins])
+            least = sums.argmin(axis=0)
+            found.append((message, sums[least, np.arange(sums.shape[1])], np.array(origins)[least]))
         return found
 
     def _message(self, origin: int, index: int, used: int) -> Array | None:
@@ -440,19 +452,20 @@ class _Paths:
         """Whether a split exists with ``sum_{j<k} fill_j + own_k`` at most ``limit`` for all
         stages: the least sum of the stages before decides whether the next one keeps within it.
         """
-        before = np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)
-        before[0, 0] = 0.0
-        # The least sum for each block and number of lots: less is never worse.
+        # By number of lots: the least sum for each block. Less is never worse.
+        before = {0: self._nothing()}
         for own, fill in stages:
-            following = np.full_like(before, np.inf)
+            following: dict[int, Array] = {}
             for index, used in self._places({-1: before}):
-                start, stop = before[:, used], used + self.sizes[index]
-                sums = np.where(
-                    start[:, None] + own[index] <= limit, start[:, None] + fill[index], np.inf
-                )
-                np.minimum(following[:, stop], sums.min(axis=0), out=following[:, stop])
-            before = following
-        return bool(np.isfinite(before[self.num_blocks, self.num_lots]))
+                start, stop = before[used][:, None], used + self.sizes[index]
+                sums = np.where(start + own[index] <= limit, start + fill[index], np.inf)
+                least = sums.min(axis=0)
+                known = following.get(stop)
+                following[stop] = least if known is None else np.minimum(known, least)
+            before = {
+                used: column for used, column in following.items() if np.isfinite(column).any()
+            }
+        return self.num_lots in before and bool(np.isfinite(before[self.num_lots][self.num_blocks]))
 
     def least_memory(self, counts: Sequence[float]) -> float:
         """The least over all splits of what the fullest device needs. ``counts``: microbatches in

@@ -7,21 +7,28 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import plans
 import pytest
+import torch
 import zoo
+from planning import slow_machine
+from torch import Tensor, nn
 
+from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import search as autodist_search
 from shardwright.policies.autodist.autodist_policy import settled
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
@@ -31,6 +38,7 @@ from shardwright.policies.autodist.candidates.results import Candidate, SearchRe
 from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages as cutting
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate
@@ -648,3 +656,36 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
     by_layer, fine = known
     assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s
     assert found.best.split_bound_s == 1e-6 < fine.bound_s
+
+
+def test_layers_are_dealt_out_in_more_stages_where_that_is_faster() -> None:
+    """Ten layers on two positions: five stages on each wait for less than four, as schedules are
+    tried with.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(
+            OrderedDict(layers=nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))))
+        )
+    whole = annotate(trace(WithLoss(model), {"x": torch.zeros(4, 64)}), pass_manager())
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True)
+    hardware = slow_machine(2, bytes_per_s=1e12)
+    options = AutodistOptions(
+        num_microbatches=2,
+        num_stages=2,
+        simpler_within=0.0,
+        memory_limit_gb=1.0,
+        schedule="1f1b_interleaved",
+    )
+    found = autodist_search(whole, config, options, hardware)
+    assert found.best is not None and "x5" in found.best.title
+    fewer = autodist_search(whole, config, replace(options, chunks=4), hardware)
+    assert fewer.best is not None and found.best.step_s < 0.99 * fewer.best.step_s
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.model(x)).sum()

@@ -5,9 +5,10 @@ answers with one of those.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -331,7 +332,7 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
         NamedSchedule(name, SCHEDULES[name].min_chunks)
         for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
     ]
-    num_plans = 0
+    num_plans = num_later = 0
     for number in divisors(4):
         for mesh in meshes(4 // number):
             setting = Setting(
@@ -349,7 +350,19 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
                 simple_plans(graph, mesh, named_schedules, number, 0, space, setting, below_s=1e-9)
             )
             assert not below  # nothing is that fast, so nothing is cut
-    assert num_plans > 12
+            # Those too large with even stages come later, and none is lost.
+            every = list(simple_plans(graph, mesh, named_schedules, number, 0, space, setting))
+            limit = statistics.median(simple.least_bytes() for simple in every)
+            later: list[Iterator[SimplePlan]] = []
+            tight = replace(space, memory_bytes=limit)
+            first = list(
+                simple_plans(graph, mesh, named_schedules, number, 0, tight, setting, later=later)
+            )
+            last = list(itertools.chain(*later))
+            num_later += len(last)
+            assert {str(s.plan) for s in (*first, *last)} == {str(s.plan) for s in every}
+            assert all(simple.least_bytes() >= limit / 2 for simple in last)
+    assert num_plans > 12 and num_later > 0
 
 
 def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(

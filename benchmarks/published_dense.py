@@ -1,0 +1,161 @@
+"""Published plans of dense models beside what autodist finds, both by the audit of the program
+emitted.
+
+    python benchmarks/published_dense.py [ROW ...] [--study vTrain] [--most 20] [--limit 120]
+    python benchmarks/published_dense.py 745 --free     # the search chooses units and batches, too
+
+Rows are those of ``published/runs.csv`` and ``single_node.csv``, or of other tables (``--table``).
+Plans that a table repeats with other precisions or containers count once. A row that no plan of
+ours says is named with the reason.
+
+The search gets the same ranks and the same batch. It keeps the row's unit, microbatches and stage
+of ZeRO, and chooses everything else; with ``--free`` it also chooses the ranks of a unit (powers of
+2, up to ``--most-ranks``), the size of a microbatch and the stage of ZeRO. Devices are the presets,
+and all products in bfloat16. A plan says its samples and microbatches,
+``2 x 24``. ``--most``: so many rows of those asked for, evenly over the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from published import PRESETS, TABLES
+from published_runs import Row, graph_of, plan_of, read_rows, refusal
+from published_search import Published, compare, heading
+
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.passes.unused_outputs import needed
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.policies.autodist.autodist_policy import search_each
+from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.search.batch_sizes import batches
+from shardwright.policies.autodist.search.subsearches import Subsearches
+from shardwright.runtime.config import ComputeConfig
+
+SEQUENCE_PARALLEL = "sequence parallel"
+BATCH_DIMS = {"input_ids": 0, "labels": 0}
+
+
+def distinct(rows: Sequence[Row]) -> list[Row]:
+    """The dense rows, one for each plan of a model on a number of devices."""
+    kept: dict[object, Row] = {}
+    for row in rows:
+        work = (row.study, row.model, row.sizes, row.gpu, row.gpus, row.batch)
+        if not row.experts:
+            kept.setdefault((*work, row.plan_text, row.microbatch), row)
+    return list(kept.values())
+
+
+def spread(rows: Sequence[Row], most: int | None) -> list[Row]:
+    """So many of the rows, evenly over the list."""
+    if most is None or len(rows) <= most:
+        return list(rows)
+    return [rows[(2 * i + 1) * len(rows) // (2 * most)] for i in range(most)]
+
+
+def forms(row: Row, graph: PlannableGraph) -> Iterator[tuple[str, Plan]]:
+    """The published plan in all its forms."""
+    for recompute in ("none", "selective", "full"):
+        name = f"{recompute.replace('none', 'no')} recomputation"
+        yield name, plan_of(replace(row, recompute=recompute), graph)
+        if row.tp > 1:
+            form = replace(row, recompute=f"{recompute}, {SEQUENCE_PARALLEL}")
+            yield f"{name}, {SEQUENCE_PARALLEL}", plan_of(form, graph)
+
+
+def published(row: Row) -> Published:
+    """The plan of a row and the work it is for."""
+    whole = graph_of(row.model, row.sizes, row.microbatch * row.dp)
+    graph = PlannableGraph.of(needed(whole, row.config))
+    return Published(
+        f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
+        graph,
+        row.config,
+        load_hardware(PRESETS[row.gpu], row.gpus),
+        row.num_microbatches,
+        lambda: forms(row, graph),
+    )
+
+
+def searched(row: Row, known: Published, limit_s: float) -> SearchResult:
+    """What autodist finds for the same unit, microbatches and stage of ZeRO."""
+    options = AutodistOptions(
+        num_microbatches=row.num_microbatches, simpler_within=0.0, time_limit_s=limit_s
+    )
+    parts = Subsearches.of({None: known.graph}, row.config, None)
+    return search_each(parts, options, known.hardware)
+
+
+def searched_freely(row: Row, known: Published, limit_s: float, most_ranks: int) -> SearchResult:
+    """What autodist finds for the same ranks and batch."""
+    sizes = [size for size in _powers(min(most_ranks, row.gpus)) if row.gpus % size == 0]
+    config = replace(row.config, use_zero="auto")
+    parts = {size: _of_unit(row, replace(config, plan_ngpus=size)) for size in sizes}
+    options = AutodistOptions(
+        global_batch=row.batch, unit_sizes=sizes, simpler_within=0.0, time_limit_s=limit_s
+    )
+    return search_each(Subsearches.of_units(parts), options, known.hardware)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _of_unit(row: Row, config: ComputeConfig) -> Subsearches:
+    """The searches for units of one size."""
+    wanted: list[Batch] = batches(config, row.batch, None, BATCH_DIMS)
+    graphs: dict[Batch | None, PlannableGraph] = {
+        batch: graph_of(row.model, row.sizes, batch.samples) for batch in wanted
+    }
+    return Subsearches.of(graphs, config, None)
+
+
+def compared(row: Row, limit_s: float, most_ranks: int | None) -> str:
+    """A row of the table. ``most_ranks``: of a unit, where the search chooses it."""
+    known = published(row)
+
+    def search() -> SearchResult:
+        if most_ranks is None:
+            return searched(row, known, limit_s)
+        return searched_freely(row, known, limit_s, most_ranks)
+
+    return compare([row.name, row.study, row.model, str(row.gpus)], known, search)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="by name (default: all)")
+    parser.add_argument("--table", nargs="*", type=Path, metavar="CSV", help="other tables")
+    parser.add_argument("--study", default="", help="only studies whose name has this text")
+    parser.add_argument("--most", type=int, help="rows, evenly over those asked for")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
+    parser.add_argument("--free", action="store_true", help="units and batches are searched, too")
+    parser.add_argument("--most-ranks", type=int, default=64, help="of a unit, with --free")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
+    tables = arguments.table or sorted(TABLES.glob("*.csv"))
+    rows = distinct([row for table in tables for row in read_rows(table)])
+    rows = [row for row in rows if arguments.study in row.study]
+    rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
+    said = [row for row in rows if refusal(row) is None]
+    print(heading(["row", "study", "model", "GPUs"]), flush=True)
+    for row in spread(said, arguments.most):
+        most_ranks = arguments.most_ranks if arguments.free else None
+        print(compared(row, arguments.limit, most_ranks), flush=True)
+    for row in rows:
+        if refusal(row) is not None:
+            print(f"left out, {row.name}: {refusal(row)}")
+
+
+if __name__ == "__main__":
+    main()

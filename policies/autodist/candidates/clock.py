@@ -12,9 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from shardwright.policies.autodist.solver.stopwatch import Stopwatch
+
 OVERTIME, OVERTIME_S = 1.2, 2.0
-"""A search that has nothing to answer with when its limit is over goes on until that many times the
-limit are, or as many seconds more, whatever is later.
+"""A search that has nothing to answer with when its limit is over goes on until it has worked that
+many times the limit, or as many seconds more, whatever is later. Work is what the process had of
+the time: on a busy machine less than the wall's, and at least a quarter of it.
 """
 
 SHORTEST_S = 1e-9
@@ -27,11 +30,13 @@ LATEST = 4
 
 
 class Clock:
-    """How much of a limit is over, from when the clock was made. ``limit_s``: infinite for none."""
+    """How much of a limit is over, from when the clock was made. ``limit_s``: infinite for none.
+    ``watch``: begins now; for tests.
+    """
 
-    def __init__(self, limit_s: float = float("inf")) -> None:
+    def __init__(self, limit_s: float = float("inf"), watch: Stopwatch | None = None) -> None:
         self.limit_s = limit_s
-        self._began = time.monotonic()
+        self._watch = watch or Stopwatch()
         self._is_ended = False
         self._reserved = 0.0
         self._took_s: dict[str, deque[float]] = {}  # the latest steps, by kind
@@ -39,7 +44,7 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Since the clock was made."""
-        return time.monotonic() - self._began
+        return self._watch.wall_s
 
     @property
     def left_s(self) -> float:
@@ -60,7 +65,9 @@ class Clock:
 
     def moment(self, share: float) -> float:
         """When a share of the limit is over, as a time of ``time.monotonic()``."""
-        return float("-inf") if self._is_ended else self._began + share * self._free_s
+        if self._is_ended:
+            return float("-inf")
+        return time.monotonic() + share * self._free_s - self.seconds
 
     def reserve(self, share: float) -> None:
         """Keep a share of the limit for what comes last: shares are those of the rest, until 0 is
@@ -95,12 +102,13 @@ class Clock:
     @property
     def is_over(self) -> bool:
         """Whether even a search without an answer ends: overtime is over."""
-        return self.seconds > self._latest_s
+        return self._watch.worked_s > self._latest_s
 
     @property
     def latest(self) -> float:
         """When even a search without an answer ends, as a time of ``time.monotonic()``."""
-        return self._began + self._latest_s
+        left_s = self._latest_s - self._watch.worked_s
+        return time.monotonic() + self._watch.slowdown * left_s
 
     @property
     def _latest_s(self) -> float:

@@ -73,7 +73,10 @@ def search_over_time(
         whole = len(chosen) == len(moments)
         part = _with_rows(network, problem, sorted(chosen))
         inner = Progress(
-            part.problem, progress.left_s * (1 if whole else SHARE), target_gap=progress.target_gap
+            part.problem,
+            progress.left_s * (1 if whole else SHARE),
+            target_gap=progress.target_gap,
+            urgent=progress.choice is not None,
         )
         failure = tighten(part.network, part.problem, lambda: progress.left_s <= 0)
         if failure is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution, evaluate
+from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 
 CLOSED = 1e-12
 """Relative distance of cost and bound below which they differ by rounding only."""
@@ -22,6 +22,9 @@ class Progress:
         target_gap: a gap that is small enough.
         on_improvement: called with ``(cost, bound)`` whenever one of the two gets better; cost is
             inf before the first choice.
+        urgent: whether seconds are the wall's in any case. Else those before the first choice are
+            the ones that the process had.
+        watch: begins now; for tests.
     """
 
     def __init__(
@@ -30,6 +33,9 @@ class Progress:
         time_limit_s: float,
         on_improvement: Callable[[float, float], None] | None = None,
         target_gap: float = 0.0,
+        *,
+        urgent: bool = False,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.problem = problem
         self.target_gap = target_gap
@@ -38,12 +44,21 @@ class Progress:
         self.proof = "none"
         self.infeasible: Infeasible | None = None
         self._on_improvement = on_improvement
-        self._deadline = time.monotonic() + time_limit_s
+        self._limit_s, self._urgent = time_limit_s, urgent
+        self._watch = watch or Stopwatch()
 
     @property
     def left_s(self) -> float:
         """Seconds that are left; negative when time is over."""
-        return self._deadline - time.monotonic()
+        # A busy machine takes time away from the search. It may cost quality, not the answer.
+        is_patient = self.choice is None and not self._urgent
+        return self._limit_s - (self._watch.worked_s if is_patient else self._watch.wall_s)
+
+    @property
+    def left_wall_s(self) -> float:
+        """The wall's seconds in which a library is likely to work as long as is left."""
+        is_patient = self.choice is None and not self._urgent
+        return self.left_s * (self._watch.slowdown if is_patient else 1.0)
 
     def is_over(self) -> bool:
         """Whether no time is left."""

@@ -66,7 +66,8 @@ def solve(
     Args:
         problem: what to choose.
         time_limit_s: seconds; the answer is there at most about a tenth later, or later by one step
-            that cannot be cut short.
+            that cannot be cut short. On a busy machine a search without a choice goes on until it
+            has worked as long, at most four times the limit.
         on_improvement: called with ``(cost, bound)`` whenever one of them gets better.
         target_gap: stop once cost and bound are that near, relative to the cost.
         start: a choice to begin with, say of a problem that differs a little; it need not respect

@@ -125,7 +125,7 @@ def _propose_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
 
 def _integer_program(reduced: Reduced, progress: Progress) -> None:
     """The rest exactly, by a library."""
-    answer = solve_program(reduced.network, integer=True, time_limit_s=progress.left_s)
+    answer = solve_program(reduced.network, integer=True, time_limit_s=progress.left_wall_s)
     if answer.choice is not None:
         progress.propose(reduced.expand(answer.choice))
     # Infeasible means: nothing within the rows, or nothing better than what is known.
@@ -184,7 +184,9 @@ def _split_and_bound(
                 continue
             # A small part is given to a library.
             if num_pairs(part.network) <= SMALL_PROGRAM_PAIRS and found < progress.cost:
-                answer = solve_program(part.network, integer=True, time_limit_s=progress.left_s)
+                answer = solve_program(
+                    part.network, integer=True, time_limit_s=progress.left_wall_s
+                )
                 if answer.choice is not None:
                     progress.propose(part.expand(answer.choice))
                 if answer.infeasible or answer.bound >= progress.cost * (1 - 1e-9):

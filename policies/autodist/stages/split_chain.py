@@ -198,13 +198,13 @@ Path = list[tuple[int, int, int]]
 
 
 Reached = dict[int, dict[int, Array]]
-"""By placement of the last stage and number of lots used, the least seconds so far for each block;
+"""The least seconds so far for each block, by placement of the last stage and number of lots used;
 only what some path reaches.
 """
 
 Step = dict[int, dict[int, tuple[NDArray[np.intp], NDArray[np.intp]]]]
-"""By placement of a stage and number of lots used behind it: where the stage begins, and the
-placement of the one before, for each block at which it ends.
+"""Where a stage begins, and the placement of the one before, for each block at which it ends; by
+its placement and the number of lots used behind it.
 """
 
 OwnAndFill = tuple[list[Array], list[Array]]

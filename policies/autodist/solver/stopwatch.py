@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 LEAST_SHARE = 0.25
-"""At least that share of the wall's seconds counts as work, so that an end is in sight also where
-the process gets less.
+"""The share of the wall's seconds that counts as work at least, so that an end is in sight also
+where the process gets less.
 """
 
 

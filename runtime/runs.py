@@ -12,6 +12,7 @@ places one thing more; a place may get nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import islice
 
 
@@ -27,6 +28,7 @@ Run = tuple[int, int]
 """``(start, size)`` of things that lie one behind the other."""
 
 
+@lru_cache(maxsize=4096)
 def dealt(count: int, num_pieces: int, index: int, *, turns: int) -> tuple[Run, ...]:
     """The runs of piece ``index`` when an axis deals ``count`` things, ascending: one for ``turns``
     of 0, else two for each turn of zigzag. Either way it is :func:`piece` that says how many things

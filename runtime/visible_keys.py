@@ -127,10 +127,15 @@ def _corners(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
     def when(at: int, step: int, key: int) -> int | None:
         return band.start + key - at if step else None
 
-    found = [
-        *(when(band.low, band.low_step, key) for key in (first_key, key_stop)),
-        *(when(band.end, band.end_step, key) for key in (first_key, key_stop)),
-    ]
+    found = [when(band.low, band.low_step, key_stop), when(band.end, band.end_step, first_key)]
+    # The query at which an end of the interval is at a bound of the keys goes with those on the
+    # side on which there are more: alone it would be a tile of one query.
+    entering = when(band.low, band.low_step, first_key)
+    if entering is not None and entering < stop - 1:
+        found.append(entering)
+    leaving = when(band.end, band.end_step, key_stop)
+    if leaving is not None and leaving > start:
+        found.append(leaving + 1)
     # The interval grows or shrinks: somewhere its ends meet.
     if band.low_step != band.end_step:
         found.append(when(band.low, band.low_step, band.end))

@@ -31,7 +31,8 @@ class Part:
     """A tile of queries with the keys at hand in a step, counted as they lie there. ``samples``:
     those that see alike. ``own``, ``theirs``: all of these queries and keys, where they lie in the
     sequence. ``asks``: the marks say which keys of the tile are seen. ``guest``: which of the
-    guests the queries are; ``None``: they are the rank's own.
+    guests the queries are; ``None``: they are the rank's own. ``begins``: no earlier part has one
+    of its queries.
     """
 
     tile: Tile
@@ -40,6 +41,7 @@ class Part:
     theirs: tuple[Run, ...]
     asks: bool
     guest: int | None = None
+    begins: bool = False
 
     @property
     def queries(self) -> Run:
@@ -205,11 +207,24 @@ def steps_of(
         return not any(needed(some, by, of) for by, of in pairs for some in seen)
 
     steps = []
+    begun: dict[tuple[Run, int | None], tuple[Run, ...]] = {}
     for step in range(size):
-        shares = tuple(share(some, step) for some in seen)
+        shares = tuple(_with_begins(share(some, step), begun) for some in seen)
         no_message = step == 0 or is_idle(step)
         steps.append(Step((index - step) % size, (index + step) % size, no_message, shares))
     return Steps(tuple(steps), _away(moves, index, queries[index]), guests, bool(moves))
+
+
+def _with_begins(share: Share, begun: dict[tuple[Run, int | None], tuple[Run, ...]]) -> Share:
+    """A share whose parts know whether they are the first of their queries. ``begun``: the queries
+    that parts have had so far, by samples and guest.
+    """
+    parts = []
+    for part in share.parts:
+        had = begun.get((part.samples, part.guest), ())
+        parts.append(replace(part, begins=not common((part.queries,), had)))
+        begun[part.samples, part.guest] = joined((*had, part.queries))
+    return replace(share, parts=tuple(parts))
 
 
 def _guests(moves: Sequence[Move], rank: int) -> tuple[Lent, ...]:

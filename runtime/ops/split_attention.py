@@ -248,7 +248,13 @@ class _SplitAttention(torch.autograd.Function):
                 for part in blocks.parts(step, arrived):
                     its = outputs.of(part)
                     found = attend(kernel, blocks.block(part, its.query, arrived))
-                    merge(_own(its.out, part), _own(its.lse, part), *found)
+                    own_out, own_lse = _own(its.out, part), _own(its.lse, part)
+                    # Nothing to merge with, unless there are sinks.
+                    if part.begins and sinks is None:
+                        own_out.copy_(found[0])
+                        own_lse.copy_(found[1])
+                    else:
+                        merge(own_out, own_lse, *found)
         out, lse = outputs.own.out.to(query.dtype), outputs.own.lse
         kept: list[Tensor] = []
         if attention.steps.moves:

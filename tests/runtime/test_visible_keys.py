@@ -139,3 +139,19 @@ def test_bands_of_pieces_are_joined() -> None:
     assert [tile.kind for tile in joined_tiles(local_bands(causal, own, theirs), 16, 999)] == [
         "masked"
     ]
+
+
+def test_no_query_at_a_border_is_a_tile_of_its_own() -> None:
+    """An early and a late piece of causal attention, with all keys, are three tiles; pieces of a
+    window begin and end with more than a query, too.
+    """
+    bands = earlier_keys(16, 16)
+    found = joined_tiles(local_bands(bands, ((0, 4), (12, 4)), ((0, 16),)), 16)
+    assert [(tile.queries, tile.keys, tile.kind) for tile in found] == [
+        ((0, 4), (0, 4), "causal"),
+        ((4, 4), (0, 12), "full"),
+        ((4, 4), (12, 4), "causal"),
+    ]
+    # Keys 4 to 11 of a window of 8: the first key moves on from the fifth query that sees them.
+    inside = tiles((Band(0, 16, -3, 5, 1, 1),), (0, 8), (4, 8))
+    assert all(tile.queries[1] > 1 for tile in inside)

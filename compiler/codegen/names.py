@@ -27,6 +27,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "buffer",
     "call_program",
     "cut_inputs",
+    "check_arguments",
     "check_inputs",
     "check_mode",
     "compute_config",

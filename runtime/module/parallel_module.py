@@ -79,6 +79,10 @@ from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
 
 
+class _ArgumentsFitError(Exception):
+    """Ends a call that only checks its arguments."""
+
+
 class ParallelModule(DeclaredModule):
     """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original
     names.
@@ -120,6 +124,7 @@ class ParallelModule(DeclaredModule):
     _graph_checks: GraphChecks
     _mpu: MPU | None = None
     _in_step: bool = False
+    _checks_only: bool = False  # a call ends when its arguments have been checked
     _programs: Programs | None = None
     _gathering: WeightGathering
 
@@ -228,7 +233,24 @@ class ParallelModule(DeclaredModule):
                 raise
             except RuntimeError:
                 self._check_shapes()
+                # What the compiler says of a call that was not compiled for is no help.
+                (program or self).check_arguments(args, kwargs)
                 raise
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise what a call raises for arguments that the module was not compiled for, and run
+        nothing of it.
+        """
+        self._checks_only = True
+        try:
+            self.forward(*args, **kwargs)
+        except _ArgumentsFitError:
+            return
+        except TypeError as error:
+            check_call(self.forward, args, kwargs, error)
+            raise
+        finally:
+            self._checks_only = False
 
     def _check_shapes(self) -> None:
         """Refuse parameters of other shapes than those of this rank's pieces, after a call has
@@ -401,6 +423,8 @@ class ParallelModule(DeclaredModule):
         refuse_tracers(type(self).__name__, given.values())
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
+        if self._checks_only:
+            raise _ArgumentsFitError
         begin = self._graph_checks if torch.compiler.is_dynamo_compiling() else self
         begin.begin_call(tensors, torch.is_grad_enabled())
 

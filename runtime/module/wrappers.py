@@ -15,6 +15,7 @@ import threading
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -70,6 +71,8 @@ def _watch_weight_norm() -> None:
 def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if type(parent).__name__ == "OptimizedModule":
         _refuse_compiling_steps(child)
+        if isinstance(child, CompiledModule):
+            parent.register_forward_pre_hook(_check_arguments, with_kwargs=True)
     wrapper = next((cls.__name__ for cls in type(parent).__mro__ if cls.__name__ in WRAPPERS), None)
     if wrapper is None or child is None:
         return
@@ -104,6 +107,16 @@ def _refuse_compiling_steps(module: nn.Module | None) -> None:
             "called by train_step and infer_step",
             hint="model.compile(...) takes the same arguments, and the steps run what it compiles",
         )
+
+
+def _check_arguments(compiled: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse arguments in words that the compiler would refuse in its own, before it reads the
+    call. ``compiled``: what ``torch.compile`` has made of a module.
+    """
+    module: Any = compiled._orig_mod
+    if not torch.compiler.is_compiling():
+        with module.ranks.world.telling_errors():
+            module.check_arguments(args, kwargs)
 
 
 def _take_wrapper(parent: nn.Module, wrapper: str, owner: str, program: CompiledModule) -> None:

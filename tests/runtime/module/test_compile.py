@@ -4,7 +4,7 @@ import torch
 from spawn import run_processes
 
 from shardwright import ComputeConfig, parallelize
-from shardwright.runtime.errors import UsageError
+from shardwright.runtime.errors import ArgumentError, InputError, UsageError
 from shardwright.runtime.ranks.threads import run_ranks
 
 
@@ -42,3 +42,34 @@ def test_compiling_the_calls_of_a_module_that_is_called_by_its_steps(tmp_path):
         "called by train_step and infer_step\n"
         "  try:   model.compile(...) takes the same arguments, and the steps run what it compiles"
     )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_arguments_that_a_compiled_module_was_not_made_for(in_place, tmp_path):
+    """They are told in our words, not in those of torch's compiler; sizes that vary do vary."""
+
+    def calls(rank):
+        x, y = (value.detach() for value in compiled_jobs.batch(0))
+        model = compiled_jobs.Loss().double().eval()
+        config = {
+            "plan_ngpus": 1, "runtime_ngpus": 1,
+            "dynamic_dims": {"x": {0: "batch"}, "y": {0: "batch"}},
+        }  # fmt: skip
+        module = parallelize(model, {"x": x, "y": y}, "dp", config, gen_savedir=tmp_path).eval()
+        called = module
+        if in_place:
+            module.compile(fullgraph=True, backend="eager")
+        else:
+            called = torch.compile(module, fullgraph=True, backend="eager")
+        torch.testing.assert_close(called(x, y), model(x, y))
+        torch.testing.assert_close(called(x[:3], y[:3]), model(x[:3], y[:3]))
+        with pytest.raises(
+            InputError, match=r"'x' has shape \[4, 7\], but was compiled for float64"
+        ):
+            called(x[:4, :7], y[:4])
+        with pytest.raises(InputError, match="dim 0 is 3, but batch is 4 in dim 0 of 'x'"):
+            called(x[:4], y[:3])
+        with pytest.raises(ArgumentError, match="missing a required argument: 'y'"):
+            called(x)
+
+    run_ranks(1, calls)

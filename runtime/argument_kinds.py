@@ -19,6 +19,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Union, cast, get_args, get_origin
 
+from shardwright.runtime.errors import brief
+
 MOST_PATH, MOST_NAME = 4096, 255
 """Bytes of a path, and of the name of a file or folder in it."""
 
@@ -39,11 +41,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
+def _itself(value: Any) -> tuple[str, Any]:
+    return "it", value
+
+
 class Kind(NamedTuple):
-    """What values an annotation stands for: a test, and how messages call them."""
+    """What values an annotation stands for: a test, and how messages call them. ``culprit``: of a
+    value that is not accepted, what is wrong with it: the value itself, or an element of it.
+    """
 
     accepts: Callable[[Any], bool]
     words: str
+    culprit: Callable[[Any], tuple[str, Any]] = _itself
 
 
 def _is_written_as_text(annotation: Any) -> bool:
@@ -183,7 +192,17 @@ def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
             return False
         return all(element.accepts(item) for item in items)
 
-    return Kind(accepts, words if element is None else f"{words}, each element {element.words}")
+    def culprit(value: Any) -> tuple[str, Any]:
+        # Other iterables may be used up by looking at them, or have no order.
+        if element is not None and isinstance(value, list | tuple):
+            for index, item in enumerate(value[:MOST_ELEMENTS]):
+                if not element.accepts(item):
+                    return f"element {index}", item
+        return _itself(value)
+
+    if element is None:
+        return Kind(accepts, words)
+    return Kind(accepts, f"{words}, each element {element.words}", culprit)
 
 
 def _tuple_of(parts: tuple[Any, ...]) -> Kind:
@@ -216,12 +235,20 @@ def _mapping_of(key: Kind | None, value: Kind | None) -> Kind:
             for k, v in items
         )
 
+    def culprit(found: Any) -> tuple[str, Any]:
+        for k, v in _first_items(found) if isinstance(found, Mapping) else ():
+            if key is not None and not key.accepts(k):
+                return f"the key {brief(k)}", k
+            if value is not None and not value.accepts(v):
+                return f"the value of {brief(k)}", v
+        return _itself(found)
+
     parts = [
         f"each {name} {kind.words}"
         for name, kind in (("key", key), ("value", value))
         if kind is not None
     ]
-    return Kind(accepts, ", ".join(["a dict", *parts]))
+    return Kind(accepts, ", ".join(["a dict", *parts]), culprit)
 
 
 def _first_items(found: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from shardwright.runtime.argument_kinds import Kind, kind_of
 from shardwright.runtime.errors import (
@@ -106,12 +106,14 @@ def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: Exce
 
 
 def wrong_argument(
-    function: Callable[..., Any], name: str, expected: str, value: Any
+    function: Callable[..., Any], name: str, expected: str, value: Any, found: str = "it"
 ) -> ArgumentError:
-    """The error for an argument of the wrong type. ``expected``: what it should be, in words."""
+    """The error for an argument of the wrong type. ``expected``: what it should be, in words.
+    ``found``: what ``value`` is of it.
+    """
     return ArgumentError(
         f"{_title(function)}: argument {name!r} is {expected}",
-        why=f"it is {shown(value)}",
+        why=f"{found} is {shown(value)}",
         hint=_usage(function),
     )
 
@@ -224,19 +226,23 @@ def _default(default: Any) -> str:
 
 
 def _check(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def refuse(name: str, kind: Kind, value: Any) -> NoReturn:
+        found, culprit = kind.culprit(value)
+        raise wrong_argument(function, name, kind.words, culprit, found)
+
     positional, by_name, rest, others = _kinds(function)
     for (name, kind), value in zip(positional, args, strict=False):
         if kind is not None and not kind.accepts(value):
-            raise wrong_argument(function, name, kind.words, value)
+            refuse(name, kind, value)
     if rest is not None:
         name, kind = rest
         for value in args[len(positional) :]:
             if not kind.accepts(value):
-                raise wrong_argument(function, name, kind.words, value)
+                refuse(name, kind, value)
     for name, value in kwargs.items():
         found = by_name.get(name, others)
         if found is not None and not found.accepts(value):
-            raise wrong_argument(function, name, found.words, value)
+            refuse(name, found, value)
 
 
 def _check_bound(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:

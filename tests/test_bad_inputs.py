@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shardwright
-from shardwright import ArgumentError, ComputeConfig, Mesh
+from shardwright import ArgumentError, ComputeConfig, Mesh, rank_groups
 from shardwright.compiler.ops.prover import prove
 from shardwright.compiler.schedule.files import from_csv
 from shardwright.frontend.verification.verify import verify
@@ -136,7 +136,8 @@ def test_the_text_of_a_wrong_argument() -> None:
     )
     cases = {
         (3, ("a",)): "argument 'directory' is a path\n  why:   it is 3, an int\n",
-        ("a", (1,)): "argument 'names' is a list, each element a string\n  why:   it is a list\n",
+        ("a", ("b", 1)): "argument 'names' is a list, each element a string\n"
+        "  why:   element 1 is 1, an int\n",
         ("a", (), True): "argument 'keep' is a whole number or None\n  why:   it is True, a bool\n",
     }
     for call, words in cases.items():
@@ -146,6 +147,8 @@ def test_the_text_of_a_wrong_argument() -> None:
         assert str(refused.value) == f"example: {words}{usage}"
     with pytest.raises(ArgumentError, match="missing a required argument: 'names'"):
         example("a")
+    with pytest.raises(ArgumentError, match="the value of 'tp' is 2.5, a float"):
+        rank_groups("tp-dp", {"dp": 2, "tp": 2.5}, "dp")
 
 
 def test_a_schedule_of_too_many_microbatches() -> None:

@@ -69,7 +69,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     policy, config = read_plan_request(options)
     machine, config = on_machine(options, policy, config)
     hardware = load_hardware(machine, config.runtime_ngpus)
-    imbalance = read_imbalance(options.imbalance)
+    imbalance = read_imbalance(options.imbalance, config.plan_ngpus)
     graph = _traced(options, config)
     compiled = compile_graph(
         graph, policy.apply, config, policy_name=policy.name, version=__version__

@@ -35,10 +35,11 @@ def make_console() -> Console:
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def read_imbalance(text: str | None) -> Imbalance | None:
+def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:
     """The imbalance that ``--imbalance`` says: a number, or what a JSON file holds.
 
-    Raises :class:`ConfigError` for anything else.
+    ``num_ranks``: those that experts may lie on. One of them gets all tokens at most, which is so
+    many times its share. Raises :class:`ConfigError` for more, and for anything else.
     """
     if text is None:
         return None
@@ -54,6 +55,14 @@ def read_imbalance(text: str | None) -> Imbalance | None:
     problem = imbalance_problem(found, where)
     if problem is not None:
         raise ConfigError(problem, hint='give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}')
+    most = max(found.values()) if isinstance(found, dict) else found
+    if most > num_ranks:
+        raise ConfigError(
+            f"{where} is {most:g}, more than a rank can get",
+            why=f"with all tokens on one of {num_ranks} rank(s) it gets {num_ranks} times its "
+            "even share",
+            hint=f"give {num_ranks} for the worst case",
+        )
     return cast(Imbalance, found)
 
 

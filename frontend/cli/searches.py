@@ -65,9 +65,9 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     _, config = on_machine(options, policy, config)
-    sizes = None
+    sizes, most = None, config.plan_ngpus
     if options.plan_ngpus == AUTO:
-        ranks = config.runtime_ngpus
+        ranks = most = config.runtime_ngpus
         # Powers of two that divide the ranks.
         sizes = tuple(1 << power for power in range(ranks.bit_length()) if not ranks % (1 << power))
     # Options of the command become options of the policy, so that both are checked alike.
@@ -75,7 +75,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
         config,
         {
             "--optimizer": ("optimizer", options.optimizer),
-            "--imbalance": ("imbalance", read_imbalance(options.imbalance)),
+            "--imbalance": ("imbalance", read_imbalance(options.imbalance, most)),
             "--global-batch": ("global_batch", options.global_batch),
             "--microbatch": (
                 "microbatch",

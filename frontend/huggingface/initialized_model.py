@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.frontend.huggingface.caches import has_known_cache, renew
 from shardwright.frontend.huggingface.calls import CACHE, Call, given_arguments
-from shardwright.frontend.huggingface.model_folders import check_pieces, save_merged, save_pieces
+from shardwright.frontend.huggingface.model_folders import save_merged
 from shardwright.frontend.huggingface.model_programs import Programs, place_in
-from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from shardwright.runtime.errors import ConfigError, UsageError, brief
+from shardwright.frontend.huggingface.parallel_folders import ParallelFolders
+from shardwright.runtime.errors import UsageError, brief
 from shardwright.runtime.module.call_checks import check_parameters, compare_inputs
 from shardwright.runtime.module.compiled import PROGRAM
 from shardwright.runtime.module.declarations import DeclaredParameter
@@ -106,7 +106,7 @@ class SubmoduleForward:
         return self._calls.run(self._module, self._path, args, kwargs)
 
 
-class InitializedModel(nn.Module):
+class InitializedModel(ParallelFolders, nn.Module):
     """What a model of transformers is besides, once it was initialized.
 
     ``parallel_module``: the compiled program that trains, for functions that take a
@@ -126,63 +126,13 @@ class InitializedModel(nn.Module):
         """The roles of this rank, and their process groups."""
         return self.parallel_module.mpu
 
-    def save_parallelized(
-        self,
-        save_directory: str | Path,
-        save_config: bool = True,
-        merge_checkpoints: bool = False,
-        *,
-        max_file_bytes: int | None = 50 * 10**9,
-        **state: Any,
+    def _saved(self) -> tuple[nn.Module, Any]:
+        return self, self
+
+    def _save_merged(
+        self, directory: Path, *, save_config: bool, max_file_bytes: int | None
     ) -> None:
-        """Save the model into a folder, from all ranks. Collective.
-
-        Each rank saves its pieces, of which copies are written once; an earlier save there is
-        replaced when this one is complete. With ``merge_checkpoints`` the folder is what
-        ``from_pretrained`` reads, and what can be uploaded to the hub; files grow to
-        ``max_file_bytes`` at most. ``save_config``: write ``config.json`` and
-        ``generation_config.json``, too.
-
-        ``optimizer``, ``scheduler``, ``loader``, ``step`` and ``extra`` are saved with pieces, as
-        by :func:`shardwright.save_checkpoint`.
-
-        Raises :class:`FileError` where it cannot be written.
-        """
-        for name in state:
-            if name not in ("optimizer", "scheduler", "loader", "step", "extra"):
-                raise ConfigError(
-                    f"save_parallelized has no option {name!r}",
-                    hint="save_config, merge_checkpoints, max_file_bytes, optimizer, scheduler, "
-                    "loader, step, extra",
-                )
-        directory = Path(save_directory)
-        if not merge_checkpoints:
-            save_pieces(self, directory, save_config=save_config, **state)
-            return
-        if state:
-            raise ConfigError(
-                f"a merged folder has no {next(iter(state))}",
-                why="from_pretrained reads a model and nothing else",
-                hint="save it with pieces: save_parallelized(another folder, ...)",
-            )
         save_merged(self, directory, save_config=save_config, max_file_bytes=max_file_bytes)
-
-    def from_parallelized(self, load_directory: str | Path, **state: Any) -> Any:
-        """Load what :meth:`save_parallelized` saved in pieces, on any number of ranks, and return
-        the model. Collective.
-
-        ``optimizer``, ``scheduler`` and ``loader`` go on as they were saved. ``loaded_checkpoint``
-        then has the step and the extra.
-
-        Raises :class:`CheckpointError` on all ranks if something is missing, altered or of another
-        model; nothing is changed then. A missing file is a ``FileNotFoundError`` as well.
-        """
-        check_pieces(Path(load_directory))
-        loaded = load_checkpoint(Path(load_directory), self, **state)
-        self.__dict__["loaded_checkpoint"] = loaded
-        return self
-
-    loaded_checkpoint: LoadedCheckpoint
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:

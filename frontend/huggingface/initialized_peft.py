@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.frontend.huggingface.initialized_model import refusal
-from shardwright.frontend.huggingface.model_folders import check_pieces, save_pieces
+from shardwright.frontend.huggingface.parallel_folders import ParallelFolders
 from shardwright.frontend.huggingface.peft_folders import load_peft, save_adapter
-from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.module.parallel_module import ParallelModule
 
@@ -41,10 +40,8 @@ REFUSED: dict[str, tuple[str, str]] = {
 """Methods of peft that would do nothing here, or harm: why, and what to do instead."""
 
 
-class InitializedPeft(nn.Module):
+class InitializedPeft(ParallelFolders, nn.Module):
     """What a model of peft is besides, once it was initialized."""
-
-    loaded_checkpoint: LoadedCheckpoint
 
     @property
     def _initialized(self) -> Any:
@@ -63,44 +60,20 @@ class InitializedPeft(nn.Module):
         """The roles of this rank, and their process groups."""
         return self._initialized.mpu
 
-    def save_parallelized(
-        self,
-        save_directory: str | Path,
-        save_config: bool = True,
-        merge_checkpoints: bool = False,
-        **state: Any,
+    def _saved(self) -> tuple[nn.Module, Any]:
+        return self, self._initialized
+
+    def _save_merged(
+        self, directory: Path, *, save_config: bool, max_file_bytes: int | None
     ) -> None:
-        """Save the model in pieces, base and adapter, from all ranks; with ``merge_checkpoints``
-        the adapter alone, as :meth:`save_pretrained`. ``optimizer``, ``scheduler``, ``loader``,
-        ``step`` and ``extra`` are saved with pieces. ``save_config``: the config of the base, too.
-        Collective.
-        """
-        if not merge_checkpoints:
-            directory = Path(save_directory)
-            save_pieces(
-                self, directory, save_config=save_config, config_of=self._initialized, **state
-            )
-            return
-        if state:
-            raise ConfigError(
-                f"the folder of an adapter has no {next(iter(state))}",
-                hint="save it with pieces: save_parallelized(another folder, ...)",
-            )
-        self.save_pretrained(save_directory)
+        # An adapter is one small file, and has a config of its own.
+        self.save_pretrained(directory)
 
     def save_pretrained(self, save_directory: str | Path, adapter_name: str = "default") -> None:
         """Save the adapter as ``PeftModel.from_pretrained`` reads it, from all ranks. Other files
         of the folder stay. Collective.
         """
         save_adapter(self, Path(save_directory), self, adapter_name=adapter_name)
-
-    def from_parallelized(self, load_directory: str | Path, **state: Any) -> Any:
-        """Load what :meth:`save_parallelized` saved in pieces, on any number of ranks, and return
-        the model. Collective.
-        """
-        check_pieces(Path(load_directory))
-        self.loaded_checkpoint = load_checkpoint(Path(load_directory), self, **state)
-        return self
 
     def load_adapter(self, model_id: str | Path, adapter_name: str = "default") -> None:
         """Load the values of an adapter's folder into the adapter that the model has. Collective.

@@ -26,16 +26,14 @@ from shardwright.frontend.huggingface.initialize import check_model
 from shardwright.frontend.huggingface.initialize_settings import PIPELINES, Settings
 from shardwright.frontend.huggingface.initialized_model import refusal
 from shardwright.frontend.huggingface.model_folders import (
-    check_pieces,
     folder_of_values,
     load_whole,
     save_merged,
-    save_pieces,
 )
+from shardwright.frontend.huggingface.parallel_folders import ParallelFolders
 from shardwright.frontend.huggingface.peft_folders import is_peft_model, save_adapter
 from shardwright.frontend.huggingface.twin import twin_of
 from shardwright.frontend.parallelize import parallelize
-from shardwright.runtime.checkpoint.load import load_checkpoint
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.module.end2end import ScaleFunction
 from shardwright.runtime.module.parallel_module import ParallelModule
@@ -46,7 +44,7 @@ _NUM_MICROBATCHES = ("num_microbatches", "pipeline_nmicros")
 _PIECES = "every rank has pieces of its own"
 
 
-class SteppedModel(nn.Module):
+class SteppedModel(ParallelFolders, nn.Module):
     """A model of transformers, or of peft around one, that is trained by :meth:`train_step`.
 
     ``parallel_module``: this rank's part of it. ``original``: its twin without values. ``call``:
@@ -119,34 +117,19 @@ class SteppedModel(nn.Module):
 
     # Folders
 
-    def save_parallelized(
-        self,
-        save_directory: str | Path,
-        save_config: bool = True,
-        merge_checkpoints: bool = False,
-        *,
-        max_file_bytes: int | None = 50 * 10**9,
-        **state: Any,
-    ) -> None:
-        """See :meth:`InitializedModel.save_parallelized`. Collective."""
-        directory, inside = Path(save_directory), _inside(self.original)
-        if not merge_checkpoints:
-            save_pieces(
-                self.parallel_module, directory, save_config=save_config, config_of=inside, **state
-            )
-        elif is_peft_model(self.original):
-            save_adapter(self.parallel_module, directory, self.original)
-        else:
-            save_merged(
-                self.parallel_module, directory, save_config=save_config,
-                max_file_bytes=max_file_bytes, config_of=inside,
-            )  # fmt: skip
+    def _saved(self) -> tuple[nn.Module, Any]:
+        return self.parallel_module, _inside(self.original)
 
-    def from_parallelized(self, load_directory: str | Path, **state: Any) -> SteppedModel:
-        """See :meth:`InitializedModel.from_parallelized`. Collective."""
-        check_pieces(Path(load_directory))
-        load_checkpoint(Path(load_directory), self.parallel_module, **state)
-        return self
+    def _save_merged(
+        self, directory: Path, *, save_config: bool, max_file_bytes: int | None
+    ) -> None:
+        if is_peft_model(self.original):
+            save_adapter(self.parallel_module, directory, self.original)
+            return
+        save_merged(
+            self.parallel_module, directory, save_config=save_config,
+            max_file_bytes=max_file_bytes, config_of=_inside(self.original),
+        )  # fmt: skip
 
     generate = refusal(
         "generate",

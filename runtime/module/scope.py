@@ -235,9 +235,8 @@ class Scope(nn.Module):
             f"{self._title()} cannot be converted from {names[0]} to {names[1]}",
             why="its program was made for these dtypes: casts, buckets of gradients and inputs "
             "depend on them",
-            hint=f"convert the original before parallelize, module.to(torch.{names[1]}), or "
-            "compile with "
-            f"module_dtype=torch.{names[1]}",
+            hint=f"convert the original before parallelize or initialize, "
+            f"module.to(torch.{names[1]}); parallelize also takes module_dtype=torch.{names[1]}",
         )
 
     @property

@@ -256,7 +256,7 @@ def differing_pieces(model: Any, folder: str) -> list[str]:
     """The parameters of which this rank's piece is not, to the last bit, what ``from_pretrained``
     reads from the merged folder.
     """
-    original = type(model).__mro__[2]
+    original = type(model).__bases__[1]
     whole = original.from_pretrained(folder + "/merged").state_dict()  # type: ignore[attr-defined]
     program = model.parallel_module
     return [

@@ -190,11 +190,15 @@ def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
         check_has_experts(dense, "--imbalance")
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(named))
-    assert read_imbalance(str(file)) == named and read_imbalance("2") == 2.0
-    for text, problem in (('{"a": 0.5}', "of 'a' is 0.5, not a number from 1"), ("{", "cannot")):
+    assert read_imbalance(str(file), 4) == named and read_imbalance("2", 2) == 2.0
+    for text, problem in (
+        ('{"a": 0.5}', "of 'a' is 0.5, not a number from 1"),
+        ("{", "cannot"),
+        ('{"a": 2, "b": 4.5}', "is 4.5, more than a rank can get"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):
-            read_imbalance(str(file))
+            read_imbalance(str(file), 4)
 
 
 def test_stages_do_not_begin_between_dispatch_and_combine() -> None:

@@ -162,9 +162,8 @@ def test_dtypes_stay() -> None:
         "submodule 'layers' of a parallel module cannot be converted from float32 to bfloat16\n"
         "  why:   its program was made for these dtypes: casts, buckets of gradients and "
         "inputs depend on them\n"
-        "  try:   convert the original before parallelize, module.to(torch.bfloat16), or "
-        "compile with "
-        "module_dtype=torch.bfloat16"
+        "  try:   convert the original before parallelize or initialize, "
+        "module.to(torch.bfloat16); parallelize also takes module_dtype=torch.bfloat16"
     )
     assert tree().float().to("meta").layers[0].up.bias.is_meta
 

@@ -35,6 +35,7 @@ from shardwright.compiler.ir.identifier import axis_variable, identifier, is_nam
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves
 from shardwright.compiler.ir.quote import comment, quoted
 from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
+from shardwright.compiler.ir.time_steps import TIME_STEPS, TimeSteps
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import (
     Source,
@@ -42,7 +43,9 @@ from shardwright.compiler.ops.render import (
     call_source,
     imports_of,
     imports_of_literal,
+    imports_of_steps,
     names_bound,
+    step_source,
 )
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Loop, Program, gathers_at, steps
@@ -238,6 +241,8 @@ class StatementWriter:
         if isinstance(instruction, Loop):
             return self._loop_lines(instruction, scope, program)
         if isinstance(instruction, Compute):
+            if isinstance(steps := instruction.op.arg("steps"), TimeSteps):
+                return self._step_lines(instruction, steps, scope, program)
             return [self._compute_line(instruction, scope, program)]
         if instruction.joins:
             return []
@@ -354,6 +359,35 @@ class StatementWriter:
         targets = ", ".join(scope.name(gather.result) for gather in gathers)
         call = f"self.gathered_together({', '.join(words)})"
         return Line(f"{targets} = {call}", f"{step.axis}: {step.transition}")
+
+    def _step_lines(
+        self, instruction: Compute, steps: TimeSteps, scope: Scope, program: Program
+    ) -> list[Line]:
+        """A loop over time steps as a function, and its call:
+
+        def time_steps(h, x):
+            h_steps = []
+            for t in range(512):
+                ...
+            return torch.stack(h_steps, 1)
+
+        y = time_steps(zeros, x)
+        """
+        name = scope.unused(TIME_STEPS)
+        scope.reserve(name)
+        self.imports |= imports_of_steps(steps)
+        steps = steps.map_args(self._with_axes(program))
+        function = step_source(steps, to_python, self._reserved(program))
+        header = f"def {name}({', '.join(function.parameters)})"
+        lines = [Line(code, guards=(header,)) for code in function.before]
+        for code, op in function.body:
+            source = op.source if op is not None else None
+            told = f"{PurePath(source.file).name}:{source.line}" if source else ""
+            lines.append(Line(code, comment(told), (header, function.loop)))
+        lines.append(Line(f"return {function.returned}", guards=(header,)))
+        called = replace(instruction, op=instruction.op.with_args(steps=Source(name)))
+        call = self._compute_line(called, scope, program)
+        return [*(replace(line, module=call.module) for line in lines), call]
 
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
         op = spelled(instruction, program.plan.computing_mesh)

@@ -12,6 +12,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, leaves
 from shardwright.compiler.ir.printer import print_op, print_size, print_value
 from shardwright.compiler.ir.size import Size, product, simplify
+from shardwright.compiler.ir.time_steps import TimeSteps
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.runtime.errors import InternalError
 
@@ -32,6 +33,7 @@ _LITERALS = (
     torch.layout,
     sympy.Basic,
     RankDevice,
+    TimeSteps,
 )
 
 

@@ -17,6 +17,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice, WhenTraining
 from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import Size, to_python
+from shardwright.compiler.ir.time_steps import StepIndex, TimeSteps
 from shardwright.compiler.ir.value import IRValue
 
 _SHORT_DTYPES = {
@@ -129,9 +130,20 @@ def print_arg(arg: Arg) -> str:
         return print_dtype(arg)
     if isinstance(arg, sympy.Basic):
         return print_size(arg)
+    if isinstance(arg, StepIndex):
+        return arg.source
+    if isinstance(arg, TimeSteps):
+        return f"{arg.count} x ({'; '.join(map(_print_step, arg.ops))})"
     if arg is Ellipsis:
         return "..."
     return comment(getattr(arg, "__qualname__", None) or repr(arg))
+
+
+def _print_step(op: IROp) -> str:
+    """An operator of a step, without its shapes."""
+    results = ", ".join(f"%{value.name}" for value in op.results)
+    args = ", ".join(_named_arg(name, arg, i) for i, (name, arg) in enumerate(op.args))
+    return f"{results} = {op.target}({args})"
 
 
 def print_tree(tree: Tree) -> str:

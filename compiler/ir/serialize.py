@@ -16,6 +16,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining
 from shardwright.compiler.ir.printer import print_size
 from shardwright.compiler.ir.size import dynamic_sizes
+from shardwright.compiler.ir.time_steps import TimeSteps
 from shardwright.compiler.ir.value import IRValue
 
 
@@ -143,6 +144,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (sympy.Basic, lambda value: {"size": print_size(value)}),
     (WhenTraining, lambda value: {"train": literal(value.train), "eval": literal(value.eval)}),
     (RankDevice, lambda value: {"device": "rank"}),
+    (TimeSteps, lambda value: {"steps": value.text}),
     (tuple | list, lambda value: [literal(item) for item in value]),
     (
         slice,

@@ -32,9 +32,11 @@ from shardwright.compiler.ir.op import (
 )
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.time_steps import StepIndex, TimeSteps
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import REQUIRED, OpDef, is_simple
+from shardwright.compiler.ops.step_source import StepFunction, function_name, step_function
 from shardwright.runtime.errors import InternalError, TraceError
 
 NameOf = Callable[[IRValue], str]
@@ -68,6 +70,9 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
     def text(arg: Arg) -> str:
         return argument_source(arg, name_of, size_text)
 
+    # ``time_steps(h, x)``: the steps are the function itself.
+    if isinstance(steps := op.arg("steps"), TimeSteps | Source):
+        return f"{text(steps)}({', '.join(map(text, op.arg('operands')))})"
     opdef = registry.get(op.target)
     # No operator of the tables: the call is written with the names that it was recorded with.
     if opdef is None:
@@ -113,6 +118,10 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return name_of(arg)
         case sympy.Expr():
             return size_text(arg)
+        case StepIndex():
+            return arg.source
+        case TimeSteps():
+            return function_name(arg)
         case RankDevice():
             return "self.device"
         case LeftOut():
@@ -235,8 +244,29 @@ def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
     return ", ".join(map(text, items))
 
 
+def step_source(
+    steps: TimeSteps, size_text: SizeText = to_python, taken: Iterable[str] = ()
+) -> StepFunction:
+    """The function that runs steps, with no variable of a name in ``taken`` or that it imports."""
+    imported = names_bound(imports_of_steps(steps)) | {"F", "math"}
+    return step_function(
+        steps, lambda op, name_of: call_source(op, name_of, size_text), {*imported, *taken}
+    )
+
+
+def imports_of_steps(steps: TimeSteps) -> set[str]:
+    """The import statements that the operators of steps need."""
+    return {"import torch"}.union(*map(imports_of, steps.ops))
+
+
 def imports_of(op: IROp) -> set[str]:
-    """The import statements that the call's source needs."""
+    """The import statements that the call's source needs. Steps are a function, whose definition is
+    among the statements.
+    """
+    if isinstance(steps := op.arg("steps"), TimeSteps):
+        return {*imports_of_steps(steps), step_source(steps).source(function_name(steps))}
+    if isinstance(steps, Source):  # the function stands in the file
+        return set()
     statements: set[str] = set()
     opdef = registry.get(op.target)
     code = op.target if opdef is None else _code(opdef, op)

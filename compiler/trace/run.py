@@ -34,6 +34,7 @@ from shardwright.compiler.trace.dense_experts import merge_dense_experts
 from shardwright.compiler.trace.dummy_arguments import Arguments
 from shardwright.compiler.trace.merge_lanes import merge_expert_lanes
 from shardwright.compiler.trace.recorder import Recorder, Variable
+from shardwright.compiler.trace.roll_steps import roll_time_steps
 from shardwright.compiler.trace.tracer import Tracer
 from shardwright.compiler.trace.trees import input_tree, output_tree
 from shardwright.compiler.trace.values.constants import Constants
@@ -131,7 +132,6 @@ class _Run:
         after = structure.flatten(arguments)
         # What forward has asked of dynamic sizes must hold for others than the example, too.
         self.dynamic.check()
-        warn_of_unrolled(self.recorder.ops)
         graph = IRGraph(
             name=self.name,
             inputs=tuple(self.inputs.values()),
@@ -158,7 +158,8 @@ class _Run:
             },
         )
         self._warn_written_inputs(before, after)
-        graph = merge_dense_experts(merge_expert_lanes(graph))
+        graph = roll_time_steps(merge_dense_experts(merge_expert_lanes(graph)))
+        warn_of_unrolled(graph.ops)
         return Traced(graph, self.reads_training, self.constants, self.questions)
 
     # sources

@@ -9,6 +9,7 @@ import torch
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import Arg, IROp, WhenTraining
+from shardwright.compiler.ir.time_steps import TimeSteps
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import REQUIRED
@@ -110,7 +111,7 @@ class _Merge:
             return a
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
             return tuple(self._arg(x, y) for x, y in zip(a, b, strict=True))
-        if _holds_value(a) or _holds_value(b):
+        if _holds_value(a) or _holds_value(b) or (isinstance(a, TimeSteps) and a != b):
             raise _Different
         # The only difference that one operator may hold: a literal, such as dropout's probability.
         return a if type(a) is type(b) and a == b else WhenTraining(a, b)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank, sizes_read
 from shardwright.compiler.cost.local_calls import Alike, LocalCall, local_call
+from shardwright.compiler.cost.step_calls import SHORT, extrapolated, is_long, shortened
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy
+from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.runtime.layout import Mesh
 
 REAL_BYTES = 2**26
@@ -109,7 +111,14 @@ class _Question:
 
 @lru_cache(maxsize=16384)
 def _saved(question: _Question) -> Saved:
-    call = question.call
+    call, op = question.call, question.op
+    if is_long(op):
+        few, more = (
+            _saved(_Question(f"{question.key[0]} {n}", shortened(op, n), call, question.mesh))
+            for n in SHORT
+        )
+        inside = extrapolated((few.internal_bytes, more.internal_bytes), steps_of(op).count)
+        return replace(more, internal=(inside,) if inside else ())
     # Some operators look at values. Zeros are tried for small calls.
     small = sum(x.num_bytes for x in (*call.operands, *call.results)) <= REAL_BYTES
     for zeros in (False, True) if small else (False,):

@@ -12,7 +12,7 @@ Storages are numbered, operands first: ``storages=(1,)``, ``made=(2048,)``, ``sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -23,11 +23,19 @@ from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank, sizes_r
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.fake.saved_tensors import saving_to
 from shardwright.compiler.cost.local_calls import local_shape
+from shardwright.compiler.cost.step_calls import (
+    SHORT,
+    extrapolated,
+    is_long,
+    shortened,
+    stacked_shape,
+)
 from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
-from shardwright.compiler.plan.program import Adapt, Instruction, Loop
+from shardwright.compiler.ops.tables.stepped import steps_of
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop
 from shardwright.runtime.layout import Mesh
 
 RngMode = Literal["fast", "plan_independent"]
@@ -182,6 +190,8 @@ class Footprints:
     def _run_forward(
         self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool
     ) -> Forward:
+        if isinstance(instruction, Compute) and is_long(instruction.op):
+            return self._long_forward(instruction, forms, trains)
         operands = self._operands(forms)
         kept: list[Tensor] = []
         # The call runs on fake tensors, while ``live`` counts the bytes of new storages.
@@ -216,6 +226,8 @@ class Footprints:
         incoming: Sequence[TensorForm | None],
         wanted: Sequence[int],
     ) -> Backward:
+        if isinstance(instruction, Compute) and is_long(instruction.op):
+            return self._long_backward(instruction, forms, incoming, wanted)
         operands = self._operands(forms)
         kept: list[Tensor] = []
         # Forward again, to have a graph whose backward can be run.
@@ -265,6 +277,68 @@ class Footprints:
             views,
         )
 
+    def _long_forward(
+        self, instruction: Compute, forms: Sequence[TensorForm], trains: bool
+    ) -> Forward:
+        """The footprint of many time steps, from those of a few. What the steps keep counts as one
+        storage.
+        """
+        op, count = instruction.op, steps_of(instruction.op).count
+        runs = [self._run_forward(_shortened(instruction, n), forms, trains) for n in SHORT]
+        few, more = runs
+        first = len(forms)
+        results = tuple(
+            _longer(op, SHORT[1], index, form, count) for index, form in enumerate(more.results)
+        )
+        # Storages of results, then one for all that is kept beside them.
+        storages: list[int] = []
+        made: list[int] = []
+        for form, storage in zip(results, more.storages, strict=True):
+            if storage < first:  # of an operand, that no step has changed
+                storages.append(storage)
+                continue
+            storages.append(first + len(made))
+            made.append(form.num_bytes)
+
+        def kept(run: Forward) -> int:
+            own = {storage for storage in run.saved if storage >= first}
+            return sum(run.made[storage - first] for storage in own - set(run.storages))
+
+        saved = [storage for storage in more.saved if storage < first]
+        saved += [
+            storage
+            for storage, before in zip(storages, more.storages, strict=True)
+            if before in more.saved and storage not in saved
+        ]
+        if beside := extrapolated((kept(few), kept(more)), count):
+            saved.append(first + len(made))
+            made.append(beside)
+        peak = extrapolated((few.peak, more.peak), count)
+        return Forward(results, tuple(storages), tuple(made), tuple(sorted(saved)), peak)
+
+    def _long_backward(
+        self,
+        instruction: Compute,
+        forms: Sequence[TensorForm],
+        incoming: Sequence[TensorForm | None],
+        wanted: Sequence[int],
+    ) -> Backward:
+        """The footprint of the backward of many time steps, from those of a few."""
+        op, count = instruction.op, steps_of(instruction.op).count
+        few, more = (
+            self._run_backward(
+                _shortened(instruction, n),
+                forms,
+                [
+                    form and _longer(op, count, index, form, n)
+                    for index, form in enumerate(incoming)
+                ],
+                wanted,
+            )
+            for n in SHORT
+        )
+        return replace(more, peak=extrapolated((few.peak, more.peak), count))
+
     def _assumed(
         self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool
     ) -> Forward:
@@ -308,6 +382,18 @@ class Footprints:
         return Forward(
             (result,), (1,), (result.num_bytes,), (), form.num_bytes + 2 * result.num_bytes
         )
+
+
+def _shortened(instruction: Compute, count: int) -> Compute:
+    return replace(instruction, op=shortened(instruction.op, count))
+
+
+def _longer(op: IROp, before: int, index: int, form: TensorForm, count: int) -> TensorForm:
+    """The form of a result of ``before`` time steps for ``count`` of them."""
+    shape = stacked_shape(shortened(op, before), index, form.shape, count)
+    if shape == form.shape:
+        return form
+    return TensorForm.contiguous(shape, form.dtype, form.requires_grad)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,9 +15,12 @@ import torch
 
 from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, estimated_size
 from shardwright.compiler.cost.machine.hardware import Device
+from shardwright.compiler.cost.step_calls import calls_of_step
 from shardwright.compiler.ir.op import IROp, leaves
+from shardwright.compiler.ir.time_steps import TIME_STEPS
 from shardwright.compiler.ops.rule import ATTENTION, TensorRefs
 from shardwright.compiler.ops.seen_keys import seen_bands
+from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.runtime.visible_keys import MOST_MASKED, pairs
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {
@@ -80,7 +83,7 @@ def may_multiply(op: IROp) -> bool:
     sizes.
     """
     known = (
-        op.target in (*ATTENTION, LINEAR_LOSS)
+        op.target in (*ATTENTION, LINEAR_LOSS, TIME_STEPS)
         or op.target in RECURRENT
         or op.target in CONVOLUTIONS
         or op.target in PRODUCTS
@@ -93,6 +96,10 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     gradients.
     """
     target = call.op.target
+    if target == TIME_STEPS:
+        times = [arithmetic_s(step, step.differentiated, device) for step in calls_of_step(call)]
+        count = steps_of(call.op).count
+        return count * sum(time[0] for time in times), count * sum(time[1] for time in times)
     dtype = _compute_dtype(call)
     if dtype is None:
         return 0.0, 0.0

@@ -36,6 +36,7 @@ from shardwright.compiler.cost.local_calls import (
     signature,
 )
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
+from shardwright.compiler.cost.step_calls import calls_of_step
 from shardwright.compiler.cost.time.arithmetic import (
     arithmetic_s,
     casts_operands,
@@ -51,7 +52,9 @@ from shardwright.compiler.cost.time.operator_traffic import (
     view_gradient_bytes,
 )
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.time_steps import TIME_STEPS
 from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.runtime.layout import Mesh
 
 
@@ -79,8 +82,7 @@ def op_time(
         key = signature(op), tuple((*axis, assignment.get(axis[0])) for axis in axes)
         if key not in hardware.call_times:
             call = local_call(op, assignment, mesh)
-            found = roofline(call, hardware.device, communicates(call, assignment, mesh))
-            found += _host(call, hardware.device)
+            found = _estimated(call, hardware.device, communicates(call, assignment, mesh))
             found += further_calls(call, assignment, mesh, hardware.device)
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
@@ -88,7 +90,6 @@ def op_time(
     else:
         call = local_call(op, assignment, mesh)
         found = _measured(call, assignment, mesh, hardware.device, times)
-        found += _host(call, hardware.device)
         found += further_calls(call, assignment, mesh, hardware.device)
     return found + messages_time(call, assignment, mesh, hardware, ranks)
 
@@ -99,11 +100,24 @@ def _measured(
     """The time of a call as it was measured, or the estimate if it was not."""
     found = times.of(call)
     if found is None:
-        return roofline(call, device, communicates(call, assignment, mesh))
+        return _estimated(call, device, communicates(call, assignment, mesh))
     if device.sharing is not None:  # it was measured with a core for itself
         slower = device.sharing.speed(1)
-        return OpTime(slower * found.forward_s, slower * found.backward_s)
-    return found
+        found = OpTime(slower * found.forward_s, slower * found.backward_s)
+    return found + _host(call, device)
+
+
+def _estimated(call: LocalCall, device: Device, communicates: bool) -> OpTime:
+    """The estimate of a call, with the host's time. The calls of all time steps run one after the
+    other.
+    """
+    if call.op.target != TIME_STEPS:
+        return roofline(call, device, communicates) + _host(call, device)
+    step = OpTime()
+    for inner in calls_of_step(call):
+        step += roofline(inner, device) + _host(inner, device)
+    count = steps_of(call.op).count
+    return OpTime(count * step.forward_s, count * step.backward_s)
 
 
 def _host(call: LocalCall, device: Device) -> OpTime:

@@ -32,6 +32,7 @@ with unpatched() as _stand_ins:
         recurrent,
         reduction,
         shape,
+        stepped,
     )
 
     NAMES = names_of(CALLABLES)
@@ -60,6 +61,7 @@ __all__ = [
     "recurrent",
     "reduction",
     "shape",
+    "stepped",
 ]
 
 _lost = [name for function, name in _stand_ins.items() if CALLABLES.pop(function, None)]

@@ -15,11 +15,7 @@ import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.known_loops import KNOWN_LOOPS, LIBRARY, as_operator, known_loop
-
-MANY_STEPS = 128
-"""How often one line of one module's forward may run before it is called a loop that is too long to
-unroll.
-"""
+from shardwright.compiler.trace.step_loops import MANY_STEPS
 
 
 def known_functions_of(module: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:

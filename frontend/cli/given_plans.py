@@ -43,7 +43,7 @@ from shardwright.frontend.files.module_source import in_dtype
 from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
-from shardwright.frontend.report.plan_details import Details
+from shardwright.frontend.report.plan_details import Details, stored_layouts
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -117,16 +117,13 @@ def run_simulate(options: argparse.Namespace) -> int:
         has = "a device has" if limit == hardware.device.memory_bytes else "memory_limit_gb allows"
         print(f"does not fit: {has} {amount(limit, 'B')}")
     if options.html is not None:
-        stored = {
-            found.value.fqn or found.value.name: found.layout for found in compiled.declarations
-        }
         details = Details.of(
             compiled, cost, hardware,
             optimizer=optimizer, times=times, num_microbatches=options.microbatches,
         )  # fmt: skip
         text = page(
             graph.name, compiled.plan, cost, hardware, num_units=config.num_units,
-            memory_bytes=limit, stored=stored, details=details,
+            memory_bytes=limit, stored=stored_layouts(compiled), details=details,
         )  # fmt: skip
         write_file(options.html, text.encode())
         print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)

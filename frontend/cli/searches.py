@@ -30,7 +30,7 @@ from shardwright.frontend.cli.model_arguments import (
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.pictures import Bar, bars
-from shardwright.frontend.report.plan_details import Details
+from shardwright.frontend.report.plan_details import Details, stored_layouts
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
@@ -336,7 +336,6 @@ def run_plan(options: argparse.Namespace) -> int:
         sections = [certificate_section(plan.certificate), candidate_section(found)]
         facts = [("could be saved at most", f"{plan.certificate.gap:.2%}")]
         facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
-        facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
         limit_gb = asked.options.memory_limit_gb
         request = _request(asked, found, searched)
         # The files that a compile of this plan writes are a part of the page.
@@ -357,6 +356,7 @@ def run_plan(options: argparse.Namespace) -> int:
             asked.hardware,
             num_units=asked.config.num_units,
             memory_bytes=None if limit_gb is None else limit_gb * 1e9,
+            stored=stored_layouts(compiled),
             details=details,
             sections=sections,
             facts=facts,

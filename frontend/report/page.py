@@ -26,11 +26,13 @@ from shardwright.frontend.report.pictures import (
 from shardwright.frontend.report.plan_details import (
     Details,
     Layer,
+    StageRow,
     anchor,
     counted,
     in_runs,
     layer_name,
     lines_of,
+    named_apart,
     numbered_source,
     over_tiers,
     starred,
@@ -223,7 +225,7 @@ def _of_layers(details: Details) -> list[Section]:
         (
             f"stage {row.index}",
             spans(row.ranks),
-            in_runs(row.layers),
+            _layers_of_stage(row),
             counted(row.num_parameters),
             amount(row.forward_s, "s"),
             amount(row.backward_s, "s"),
@@ -231,9 +233,12 @@ def _of_layers(details: Details) -> list[Section]:
         for row in details.stages
     ]
     columns = ("", "ranks", "layers", "parameters", "forward", "backward")
-    stages = Section(
-        title="Stages", text="Seconds are those of one microbatch.", columns=columns, rows=rows
-    )
+    text = "Seconds are those of one microbatch."
+    inside = [row for row in details.stages if row.begins_inside]
+    if inside:
+        begins = (f"stage {row.index} in {row.begins_inside}" for row in inside)
+        text += f" Begin inside a layer: {', '.join(begins)}."
+    stages = Section(title="Stages", text=text, columns=columns, rows=rows)
     layers = Section(
         title="What each layer costs",
         text="Of one microbatch, forward and backward, on a rank that runs it. Alike layers share "
@@ -243,15 +248,21 @@ def _of_layers(details: Details) -> list[Section]:
     return [stages, layers] if rows else [layers]
 
 
-def _layer_bars(layers: Iterable[Layer]) -> list[Bar]:
+def _layers_of_stage(row: StageRow) -> str:
+    """The layers in a few words, in order: ``wte, h.0-4, part of h.5``."""
+    return in_runs(f"part of {name}" if name in row.parts else name for name in row.layers)
+
+
+def _layer_bars(layers: Sequence[Layer]) -> list[Bar]:
     """A bar for all layers that cost the same, to three digits."""
+    names = [layer.name for layer in layers]
     alike: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         costs = amount(layer.computing_s, "s"), amount(layer.communicating_s, "s")
         alike.setdefault((starred(layer.name), *costs), []).append(layer)
     found = []
     for same in alike.values():
-        name = in_runs(layer.name for layer in same)
+        name = in_runs(named_apart(layer.name, names) for layer in same)
         label = name if len(name) <= LAYER_LETTERS else f"…{name[1 - LAYER_LETTERS :]}"
         seconds = {
             "computing": same[0].computing_s,

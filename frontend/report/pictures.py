@@ -57,6 +57,8 @@ _FONT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="12"'
 _ROW, _BAR, _LEFT = 26, 18, 120
 _DARK = 'fill="#1d2330"'  # of text on a coloured box
 _FAINT = 'fill="#7a8396"'  # of text beside pictures
+_FAR = 0.85  # how high the fullest moment is where the limit is far off
+_THIN = 3.0  # the least width of a box in time
 _BOX_WIDTH, _BOX_HEIGHT, _BOXES_PER_ROW = 112, 34, 8
 
 
@@ -136,7 +138,8 @@ def over_time(
 ) -> str:
     """What is held from moment to moment, stacked by category, with a line at ``limit``. A moment
     is a column with its name; of neighbours that share one, the fullest is shown. ``most``: what
-    the scale reaches at least, so that several pictures can be compared.
+    the scale reaches at least, so that several pictures can be compared. The line of a limit that
+    is far off is not to scale.
     """
     shown = _fullest(moments, (width - _LEFT - 16) // 2)
     names = list(dict.fromkeys(name for _, held in shown for name in held))
@@ -144,7 +147,9 @@ def over_time(
     own = max([*(sum(held.values()) for _, held in shown), 1e-300])
     most = max(most, own)
     is_far = limit is not None and limit > 4 * most
-    scale = height / (most if limit is None or is_far else max(most, limit))
+    # A limit far off would flatten everything: its line is at the top then, above a gap.
+    top = most / _FAR if is_far else max(most, limit or 0.0)
+    scale = height / top
     step, bottom = (width - _LEFT - 16) / max(1, len(shown)), first + height
     parts = [legend]
     for index, (told, held) in enumerate(shown):
@@ -159,9 +164,9 @@ def over_time(
             )
         title = f"{escape(told)}: {amount(sum(held.values()), unit)}"
         parts.append(f"<g><title>{title}</title>{''.join(columns)}</g>")
-    marks = [(own, amount(own, unit), "currentColor")]
-    if limit is not None and not is_far:
-        marks.append((limit, f"limit {amount(limit, unit)}", "#d0364f"))
+    marks = [(own, f"most {amount(own, unit)}", "currentColor")]
+    if limit is not None:
+        marks.append((top if is_far else limit, f"limit {amount(limit, unit)}", "#d0364f"))
     # From the top, each label below the one before.
     label = float("-inf")
     for value, text, colour in sorted(marks, reverse=True):
@@ -172,10 +177,11 @@ def over_time(
         parts.append(
             f'<text x="{_LEFT - 8}" y="{label:.2f}" text-anchor="end" fill="{colour}">{text}</text>'
         )
-    if limit is not None and is_far:
-        text = f"far below the limit, {amount(limit, unit)}"
-        parts.append(f'<text x="{_LEFT}" y="{bottom + 16}" {_FAINT}>{text}</text>')
-    return _svg(width, bottom + 22, parts)
+    if is_far:
+        text = "not to scale"
+        y = first + 14
+        parts.append(f'<text x="{_LEFT + 4}" y="{y}" {_FAINT}>{text}</text>')
+    return _svg(width, bottom + 8, parts)
 
 
 def _fullest(
@@ -236,7 +242,9 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
         stages = sorted(
             {int(match["stage"]) for box in row if (match := _ACTION.fullmatch(box.name))}
         )
-        parts += [_box(box, top, scale, stages, colours) for box in row]
+        # The shortest come last, on top.
+        drawn = sorted(row, key=lambda box: box.start - box.end)
+        parts += [_box(box, top, scale, stages, colours) for box in drawn]
     height = first + _ROW * len(rows) + 18
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         anchor = "end" if share == 1.0 else "middle"
@@ -252,6 +260,11 @@ def _box(
     box: Box, top: int, scale: float, stages: Sequence[int], colours: Mapping[str, str]
 ) -> str:
     x, size = _LEFT + box.start * scale, (box.end - box.start) * scale
+    # What takes almost no time is seen all the same, and nothing lies over it: an optimizer step.
+    is_thin = size < _THIN
+    if is_thin:
+        x, size = x + (size - _THIN) / 2, _THIN
+    edge = "" if is_thin else 'stroke="#ffffff" stroke-width="0.5"'
     match = _ACTION.fullmatch(box.name)
     fill, text = (
         (colours[_unnumbered(box.name)], "")
@@ -263,10 +276,7 @@ def _box(
         f'font-size="10" {_DARK}>{text}</text>'
     )
     told = f"<title>{escape(box.name)}: {amount(box.start, 's')} to {amount(box.end, 's')}</title>"
-    rect = (
-        f'<rect x="{x:.2f}" y="{top}" width="{size:.2f}" height="{_BAR}" fill="{fill}" '
-        'stroke="#ffffff" stroke-width="0.5"/>'
-    )
+    rect = f'<rect x="{x:.2f}" y="{top}" width="{size:.2f}" height="{_BAR}" fill="{fill}" {edge}/>'
     return f"<g>{told}{rect}{shown if text and size >= 6.5 * len(text) else ''}</g>"
 
 

@@ -24,6 +24,7 @@ from shardwright.compiler.ir.size import in_example
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Declaration, Program, steps
+from shardwright.runtime.layout import Layout
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAMED_DIMS = 4
@@ -44,12 +45,15 @@ class Layer:
 @dataclass(frozen=True)
 class StageRow:
     """A stage: its ranks, the layers that it runs, its parameters, and its seconds for a
-    microbatch.
+    microbatch. ``parts``: those of the layers that another stage runs a part of, too.
+    ``begins_inside``: the module in which such a layer goes on here; empty where none does.
     """
 
     index: int
     ranks: Sequence[int]
     layers: tuple[str, ...]
+    parts: tuple[str, ...]
+    begins_inside: str
     num_parameters: int
     forward_s: float
     backward_s: float
@@ -97,10 +101,7 @@ class Details:
         ]  # fmt: skip
         count = num_microbatches or _microbatches(program)
         if isinstance(program, PipelineProgram):
-            stages = [
-                _stage(index, part, own, body)
-                for index, (part, own, body) in enumerate(zip(parts, ranks, bodies, strict=True))
-            ]
+            stages = _stages(parts, ranks, bodies)
             moments = pipeline_memory_over_time(program, config, optimizer)
         else:
             stages = []
@@ -114,6 +115,11 @@ class Details:
             moments,
             {own[0]: compiled.files[f"gencode{own[0]}.py"] for own in moments},
         )
+
+
+def stored_layouts(compiled: Compiled) -> dict[str, Layout]:
+    """How each tensor is held, by name."""
+    return {d.value.fqn or d.value.name: d.layout for d in compiled.declarations}
 
 
 def _microbatches(program: Program | PipelineProgram) -> int:
@@ -210,11 +216,42 @@ def layer_name(path: str) -> str:
     return match[0] if match else path
 
 
-def _stage(index: int, part: Program, ranks: Sequence[int], body: BodyTime) -> StageRow:
-    calls = (call for call in steps(part.body) if isinstance(call, Compute))
-    names = dict.fromkeys(layer_name(call.original.module_path) for call in calls)
-    count = sum(map(_elements, _parameters(part.declarations)))
-    return StageRow(index, ranks, tuple(names), count, body.forward_s, body.backward_s)
+def _stages(
+    parts: Sequence[Program], ranks: Sequence[Sequence[int]], bodies: Sequence[BodyTime]
+) -> list[StageRow]:
+    # The modules of each stage in the order in which it calls them.
+    modules = [
+        [call.original.module_path for call in steps(part.body) if isinstance(call, Compute)]
+        for part in parts
+    ]
+    layers = [dict.fromkeys(map(layer_name, paths)) for paths in modules]
+    found = []
+    for index, (part, own, body) in enumerate(zip(parts, ranks, bodies, strict=True)):
+        others = [names for other, names in enumerate(layers) if other != index]
+        # What is no numbered layer, such as the model's own forward, lies in several stages anyway.
+        shared = [
+            name
+            for name in layers[index]
+            if _NUMBER.search(f".{name}") and any(name in names for names in others)
+        ]
+        before = {name for names in layers[:index] for name in names}
+        inside = (
+            path for path in modules[index] if layer_name(path) in before.intersection(shared)
+        )
+        names = [name for name in layers[index] if not _is_above(name, layers[index])]
+        count = sum(map(_elements, _parameters(part.declarations)))
+        found.append(
+            StageRow(
+                index, own, tuple(names), tuple(shared), next(inside, ""), count,
+                body.forward_s, body.backward_s,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _is_above(name: str, others: Iterable[str]) -> bool:
+    """Whether a module holds another of these."""
+    return any(other.startswith(f"{name}.") for other in others) if name else False
 
 
 def _parameters(declarations: Iterable[Declaration]) -> list[IRValue]:
@@ -228,6 +265,11 @@ def _elements(value: IRValue) -> int:
 def _sizes(value: IRValue) -> list[int]:
     """The sizes of a tensor; one that varies is that of the example."""
     return [size if isinstance(size, int) else int(in_example(size)) for size in value.shape]
+
+
+def named_apart(name: str, others: Iterable[str]) -> str:
+    """A layer by a name that says whether it is what a module computes besides others of these."""
+    return f"{name} itself" if _is_above(name, others) else name
 
 
 def in_runs(names: Iterable[str]) -> str:
@@ -251,7 +293,7 @@ def lines_of(source: str) -> dict[str, int]:
     found: dict[str, int] = {}
     container = ""
     for number, line in enumerate(source.splitlines(), 1):
-        if block := re.match(r'\s+"""``block`` is one of ``(.+)``', line):
+        if block := re.match(r'\s+"""``block`` is one of ``(.+?)``', line):
             container = f"{block[1]}.*"
             found.setdefault(container, number)
         elif re.match(r"    def forward", line):

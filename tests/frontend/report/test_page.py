@@ -21,7 +21,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.report.page import Section, _parts_of_step, page
-from shardwright.frontend.report.plan_details import Details, in_runs
+from shardwright.frontend.report.plan_details import Details, in_runs, lines_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -193,6 +193,25 @@ def test_what_the_page_says_of_stages_and_tensors() -> None:
     )
 
 
+def test_stages_that_begin_inside_a_layer() -> None:
+    compiled = plans.compile_with(plans.zoo_traced("gpt2"), "pp", 4, use_end2end=True)
+    hardware = load_hardware("a100-80gb", 4)
+    cost = audit(compiled.program, compiled.config, hardware)
+    details = Details.of(compiled, cost, hardware)
+    first, *others = details.stages
+    assert not first.begins_inside and any(row.begins_inside for row in others)
+    text = page("GPT-2", compiled.plan, cost, hardware, details=details)
+    for row in others:
+        # A layer that two stages share is named as a part in both.
+        shared = {name for other in details.stages if other is not row for name in other.parts}
+        assert set(row.parts) <= shared
+        if row.begins_inside:
+            assert f"stage {row.index} in {row.begins_inside}" in text
+    assert "part of transformer.h.0" in text
+    # A module that holds others is not listed beside them.
+    assert "transformer" not in first.layers and "transformer.wte" in first.layers
+
+
 def test_alike_ranks_share_a_bar() -> None:
     hardware = load_hardware("a100-80gb", 128)
     memory = tuple(
@@ -244,6 +263,13 @@ def test_the_command(
     monkeypatch.setattr(given_plans, "load_hardware", load_hardware)
     assert main([*request[:-1], "h1000"]) == 1
     assert "h100" in capsys.readouterr().err
+
+
+def test_where_the_layers_of_a_loop_begin() -> None:
+    source = "    def h_block(self, block):\n" + (
+        '        """``block`` is one of ``transformer.h``, number ``layer``."""\n'
+    )
+    assert lines_of(source) == {"transformer.h.*": 2}
 
 
 def test_layers_in_runs() -> None:

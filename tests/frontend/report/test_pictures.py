@@ -157,7 +157,19 @@ def test_memory_over_time_keeps_its_peaks_in_few_columns() -> None:
     picture = ElementTree.fromstring(over_time(moments, "B", limit=6000.0))
     titles = [element.text or "" for element in picture.iter(f"{SVG}title")]
     assert len(titles) < 500 and "operator 4999: 5.01 kB" in titles
-    assert {"5.01 kB", "limit 6 kB", "parameter"} <= {e.text for e in picture.iter(f"{SVG}text")}
+    words = {element.text for element in picture.iter(f"{SVG}text")}
+    assert {"most 5.01 kB", "limit 6 kB", "parameter"} <= words and "not to scale" not in words
+    # The line of a limit that is far off is above all columns, and says that it is not to scale.
+    far = over_time(moments, "B", limit=80e9)
+    lines = [float(e.attrib["y1"]) for e in ElementTree.fromstring(far).iter(f"{SVG}line")]
+    assert lines == sorted(lines) and "limit 80 GB" in far and "not to scale" in far
+
+
+def test_what_takes_almost_no_time_is_seen() -> None:
+    rows = {"rank 0": [Box("0F0", 0.0, 1.0), Box("optimizer step", 1.0, 1.0001)]}
+    *_, last = ElementTree.fromstring(timeline(rows)).iter(f"{SVG}rect")
+    assert last.attrib["fill"] == colour_of("optimizer step") and "stroke" not in last.attrib
+    assert float(last.attrib["width"]) >= 2
 
 
 def test_a_colour_has_one_meaning() -> None:

@@ -95,12 +95,13 @@ def attention_where(
     key_marks: Sequence[Tensor | int] = (),
     comparisons: Sequence[str] = (),
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.attention_where`."""
-    marks = [mark for mark in (*query_marks, *key_marks) if isinstance(mark, Tensor)]
-    given = [query, key, value, *marks, *([] if sinks is None else [sinks])]
-    arguments = (query, key, value, query_marks, key_marks, comparisons, sinks)
+    others = [x for x in (*query_marks, *key_marks, sinks, attn_mask) if isinstance(x, Tensor)]
+    given = [query, key, value, *others]
+    arguments = (query, key, value, query_marks, key_marks, comparisons, sinks, attn_mask)
     if has_torch_function(given):
         result: Tensor = handle_torch_function(attention_where, given, *arguments, **options)
         return result

@@ -11,8 +11,9 @@ have it that cap their scores or have sinks:
 
 Scores that are capped and have no mask are attention to all keys. Other attention that is written
 out becomes torch's operator: with dropout, with a bias that is learned, or with a mask that tells
-no marks, which is its ``attn_mask``. Heads of keys and values that were repeated for the heads of
-queries are read as they were before. What others read on the way stays as it is.
+no marks, which is its ``attn_mask``. Beside a cap or sinks it is that of ``attention_where``. Heads
+of keys and values that were repeated for the heads of queries are read as they were before. What
+others read on the way stays as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
-from shardwright.compiler.passes.written_out import Chain, Products
+from shardwright.compiler.passes.written_out import Bias, Chain, Products
 
 _LEAST = -1e30
 """What is added to a score that does not count: this or less."""
@@ -73,16 +74,16 @@ class _Finder:
         mask = op.arg("attn_mask")
         if not isinstance(mask, IRValue) or mask.dtype != torch.bool or op.arg("is_causal"):
             return None
-        if may_be(op.arg("dropout_p", 0.0), lambda p: p > 0) or not _are_plain(query, key, value):
+        if not _are_plain(query, key, value):
             return None
         marks = self._reader.of(mask, (query.shape[-2], key.shape[-2]))
         if marks is None:
             return None
-        scale = op.arg("scale")
+        others = {"scale": op.arg("scale"), "dropout_p": op.arg("dropout_p", 0.0)}
         if marks.is_causal((query.shape[-2], key.shape[-2])):
-            causal = {"is_causal": True, "scale": scale}
+            causal = {**others, "is_causal": True}
             return self._grouped(op, query, key, value, causal, op.arg("enable_gqa", False))
-        return self._attention(op, query, key, value, {**marks.arguments, "scale": scale})
+        return self._attention(op, query, key, value, {**marks.arguments, **others})
 
     def _grouped(
         self,
@@ -170,15 +171,15 @@ class _Finder:
             logits, sinks = found
         gives_zeros = softmax.target == "safe_softmax"
         logits, drops = self._chain.back(logits, "to"), may_be(rate, lambda p: p > 0)
-        # Beside dropout torch's operator serves where it can.
+        # Beside dropout torch's operator serves where there are no marks to read.
         plain = None
         if drops and sinks is None:
             plain = self._plain(op, logits, value, rate, gives_zeros)
         scores = None if plain is not None else self._scores(logits, gives_zeros)
         if scores is None:
-            if plain is not None or sinks is not None or drops:
-                return plain
-            return self._plain(op, logits, value, rate, gives_zeros)
+            if plain is None and (sinks is not None or not drops):
+                plain = self._plain(op, logits, value, rate, gives_zeros, sinks)
+            return plain
         products = scores.products
         if not _are_plain(products.query, products.key, value):
             return None
@@ -196,9 +197,17 @@ class _Finder:
         return self._attention(op, products.query, products.key, value, others)
 
     def _plain(
-        self, op: IROp, logits: IRValue, value: IRValue, rate: Arg, gives_zeros: bool
+        self,
+        op: IROp,
+        logits: IRValue,
+        value: IRValue,
+        rate: Arg,
+        gives_zeros: bool,
+        sinks: IRValue | None = None,
     ) -> IROp | None:
-        """Attention without marks: torch's operator, or with a cap attention to all keys."""
+        """Attention without marks: torch's operator, or where scores are capped or there are sinks
+        ``attention_where`` with a mask as it is.
+        """
         mask, kept = self._chosen(logits) or (None, logits)
         found = self._chain.biased(kept)
         if found is None:
@@ -208,22 +217,26 @@ class _Finder:
         lengths = query.shape[-2], key.shape[-2]
         if not _are_plain(query, key, value) or (mask is not None and bias is not None):
             return None
-        if products.cap is not None:
-            # Of capped scores a mask must tell marks.
-            if mask is not None or bias is not None:
-                return None
-            others = {"scale": products.scale, "cap": products.cap, "dropout_p": rate}
-            return self._attention(op, query, key, value, others)
         hidden = mask
         if bias is not None:
             hidden = self._of_added(bias.value)
         marks = None if hidden is None else self._reader.of(hidden, lengths)
         others = {"scale": products.scale, "dropout_p": rate}
+        if products.cap is not None or sinks is not None:
+            # A query without keys would have the mean of all values, unless a sink takes its
+            # weight.
+            if marks is not None or not (mask is None or gives_zeros or sinks is not None):
+                return None
+            added = mask if bias is None else bias.value
+            others |= {"cap": products.cap, "sinks": sinks, "attn_mask": added}
+            return self._with_sums(self._attention(op, query, key, value, others), bias)
         if marks is not None and marks.is_causal(lengths):
             return self._grouped(op, query, key, value, {**others, "is_causal": True})
+        if marks is not None:
+            return None
         if mask is not None:
             # Torch's operator gives zeros for a query without keys, softmax the mean of all values.
-            if not gives_zeros and not (marks is not None and marks.all_see):
+            if not gives_zeros:
                 return None
             return self._grouped(op, query, key, value, {**others, "attn_mask": mask})
         if bias is None:
@@ -231,7 +244,11 @@ class _Finder:
         if bias.value.dtype != query.dtype:
             return None
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
-        if made is not None:
+        return self._with_sums(made, bias)
+
+    def _with_sums(self, made: IROp | None, bias: Bias | None) -> IROp | None:
+        """An operator that was made; it reads the sums of a bias."""
+        if made is not None and bias is not None:
             self.sums += bias.sums
         return made
 

@@ -18,8 +18,13 @@ from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, s
 from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ops.random import NamedSizes, RngState
-from shardwright.runtime.ops.split_attention import Where, attention_in_tiles, autocasted
-from shardwright.runtime.visible_keys import MOST_MASKED, Band
+from shardwright.runtime.ops.split_attention import (
+    Where,
+    attention_in_tiles,
+    autocasted,
+    whole_mask_of,
+)
+from shardwright.runtime.visible_keys import MOST_MASKED, Band, all_keys
 
 
 def attention_where(
@@ -30,6 +35,7 @@ def attention_where(
     key_marks: Sequence[Mark] = (),
     comparisons: Sequence[str] = (),
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     *,
     bands: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     scale: float | None = None,
@@ -54,12 +60,15 @@ def attention_where(
     ``[samples or 1, 1, L or 1, 1]`` and ``[samples or 1, 1, 1, S or 1]``, or numbers.
     ``bands``: what is seen besides by sizes alone, as fields of
     :class:`~shardwright.runtime.visible_keys.Band`. ``sinks`` ``[heads]``: a score that takes
-    its part of the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
-    ``blind``: what a query that sees no key gives, ``"zeros"`` or the ``"mean"`` of all values, as
-    a large number added to all scores has it. ``query_axes``, ``key_axes``, ``lengths``,
-    ``query_unit``: as in :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part
-    of the queries. ``dropout_p``, ``rng``, ``draw``, ``layout``, ``sizes``, ``axes``: which weights
-    are dropped, as in :func:`~shardwright.runtime.ops.scaled_dot_product_attention`.
+    its part of the weights, and has no value. ``attn_mask``, in the place of marks and bands: what
+    is added to scores, or which of them count, ``[samples or 1, heads or 1, L or 1, S or 1]``, with
+    a row for each of this rank's queries and a column for each key. ``cap``: scores ``s`` become
+    ``cap * tanh(s / cap)``. ``blind``: what a query that sees no key gives, ``"zeros"`` or the
+    ``"mean"`` of all values, as a large number added to all scores has it. ``query_axes``,
+    ``key_axes``, ``lengths``, ``query_unit``: as in
+    :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part of the queries.
+    ``dropout_p``, ``rng``, ``draw``, ``layout``, ``sizes``, ``axes``: which weights are dropped, as
+    in :func:`~shardwright.runtime.ops.scaled_dot_product_attention`.
     """
     query_axes, ring = communicating(query_axes), communicating(key_axes)
     if lengths is None or not query_axes:
@@ -74,7 +83,8 @@ def attention_where(
     heads, key_heads = query.shape[1], key.shape[1]
     pairs = math.prod(positions)
     # A mask of all pairs costs little while they are few, and torch's kernel is then the fastest.
-    is_plain = sinks is None and cap is None and blind == "zeros" and dropout_p == 0
+    is_plain = all(x is None for x in (sinks, cap, attn_mask)) and blind == "zeros"
+    is_plain = is_plain and dropout_p == 0
     if not query_axes and is_plain and pairs <= MOST_MASKED:
 
         def whole_mask() -> Tensor:
@@ -93,6 +103,8 @@ def attention_where(
     def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
         if not given and static is not None and blind == "zeros":
             return (Seen((0, samples), static),), None
+        if attn_mask is not None:
+            return (Seen((0, samples), all_keys(*positions)),), None
         marks = found()
         return seen(marks, samples, blind_see_all=blind == "mean"), marks
 
@@ -110,6 +122,7 @@ def attention_where(
         sees,
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         Where(query_axes, ring[0] if ring else None, lengths, query_unit),
+        mask=None if attn_mask is None else whole_mask_of(attn_mask, positions[1]),
         marks=marks,
         sinks=sinks,
         cap=cap,

@@ -98,10 +98,8 @@ def split_attention(
     leads = _common([x.shape[:-3] for x in (query, key, value)])
     mask = None
     if attn_mask is not None:
-        mask = attn_mask[(None,) * max(0, 4 - attn_mask.ndim)]
-        if mask.ndim > 4:
-            mask = _one_batch(mask, leads)
-        mask = mask.expand(*mask.shape[:-1], whole_length(lengths[1]))
+        mask = attn_mask if attn_mask.ndim <= 4 else _one_batch(attn_mask, leads)
+        mask = whole_mask_of(mask, whole_length(lengths[1]))
     bands = (earlier_keys if is_causal else all_keys)(
         whole_length(lengths[0]) * query_unit, whole_length(lengths[1])
     )
@@ -164,6 +162,12 @@ def attention_in_tiles(
     attention = _Attention(axis, steps, scale, marks, cap, dropout)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
+
+
+def whole_mask_of(mask: Tensor, num_keys: int) -> Tensor:
+    """A mask with up to four dims as one with four, and a column for each key."""
+    mask = mask[(None,) * (4 - mask.ndim)]
+    return mask.expand(*mask.shape[:-1], num_keys)
 
 
 def autocasted(x: Tensor) -> Tensor:
@@ -237,7 +241,7 @@ class _SplitAttention(torch.autograd.Function):
     ) -> Tensor:
         drops = attention.dropout is not None
         kernel = kernel_for(query, key, value, mask, attention.cap, drops=drops)
-        blocks = _Blocks(query, mask, attention)
+        blocks = _Blocks(query, mask, attention, has_sinks=sinks is not None)
         coming = _Visits(attention, query, "forward")
         outputs = _OfAll(
             _Output.of(query, value, sinks),
@@ -276,7 +280,8 @@ class _SplitAttention(torch.autograd.Function):
         query, key, value, mask, sinks, out, lse, *kept = ctx.saved_tensors
         attention, kernel = ctx.attention, ctx.kernel
         wants_mask = mask is not None and ctx.needs_input_grad[3]
-        blocks = _Blocks(query, mask, attention, wants_mask=wants_mask)
+        has_sinks = sinks is not None
+        blocks = _Blocks(query, mask, attention, has_sinks=has_sinks, wants_mask=wants_mask)
         coming = _Visits(attention, grad, "backward")
         gradients = _OfAll(
             _Gradient.of(query, grad, out, lse),
@@ -421,11 +426,13 @@ class _Blocks:
         mask: Tensor | None,
         attention: _Attention,
         *,
+        has_sinks: bool,
         wants_mask: bool = False,
     ) -> None:
         self._query, self._mask, self._attention = query, mask, attention
         self._wants_mask = wants_mask
-        self._alike = None if mask is None else hidden_alike(mask)
+        # Beside what is taken off all keys alike a sink would lose its weight: it gets all of it.
+        self._alike = None if mask is None or has_sinks else hidden_alike(mask)
 
     def parts(self, step: Step, arrived: Arrived) -> Iterator[Part]:
         """The tiles of a step for which there is something to compute."""

@@ -263,6 +263,10 @@ def attention_where_calls() -> list[Call]:
             (q, k, v, (rows,), (columns,), ("le",), _randn(4)),
             {"cap": 2.0, "bands": ((0, 9, 0, 9, 0, 0),)},
         ),
+        # masks as they are: added behind a cap, and beside sinks that take the weight of a query
+        # without keys
+        (attention_where, (q, k, v, (), (), (), None, _randn(4, 9, 9)), {"cap": 2.0}),
+        (attention_where, (q, k, v, (), (), (), _randn(4), counts[:, None, :, None])),
     ]
 
 

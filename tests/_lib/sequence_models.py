@@ -208,6 +208,22 @@ MODELS: dict[str, zoo.ZooModel] = {
         ),
         inputs(attention_mask=_PADDED.long()),
     ),
+    "packed-dropout": zoo.ZooModel(
+        "packed-dropout",
+        zoo.hf("LlamaForCausalLM", "LlamaConfig", **{**zoo.LLAMA, "attention_dropout": 0.3}),
+        inputs(position_ids=torch.tensor(PACKED_POSITIONS)),
+    ),
+    "window-dropout": zoo.ZooModel(
+        "window-dropout",
+        zoo.hf(
+            "MistralForCausalLM",
+            "MistralConfig",
+            **{**zoo.LLAMA, "attention_dropout": 0.3},
+            sliding_window=3,
+            attn_implementation="eager",
+        ),
+        inputs(attention_mask=_PADDED.long()),
+    ),
     "gpt2-dropout": zoo.ZooModel(
         "gpt2-dropout",
         zoo.hf("GPT2LMHeadModel", "GPT2Config", **{**zoo.GPT2_UNEVEN, "attn_pdrop": 0.3}),

@@ -291,6 +291,10 @@ def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) 
         pytest.param("gpt-oss-dropout", 2, 0, marks=slow),
         pytest.param("t5-dropout", 2, 1, marks=slow),
         pytest.param("t5-dropout", 3, 0, marks=slow),
+        ("packed-dropout", 3, 1),
+        pytest.param("packed-dropout", 2, 0, marks=slow),
+        pytest.param("window-dropout", 3, 1, marks=slow),
+        pytest.param("window-dropout", 2, 2, marks=slow),
     ],
 )
 def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, turns: int) -> None:
@@ -413,24 +417,55 @@ def test_masks_that_follow_from_values_are_those_of_one_device(
 
 
 class Biased(nn.Module):
-    """Capped scores with a bias, which no ring has."""
+    """Attention written out, with a learned bias: behind a cap, or beside sinks and a mask that
+    follows from values. ``reads``: the weights are read elsewhere.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.qkv, self.bias = nn.Linear(16, 48), nn.Parameter(torch.randn(7, 7))
+        self.kind, self.qkv = kind, nn.Linear(16, 48)
+        self.bias, self.sinks = nn.Parameter(torch.randn(4, 7, 7)), nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).view(2, 7, 12, 4).transpose(1, 2).split(4, 1)
-        scores = 3.0 * torch.tanh(query @ key.transpose(-1, -2) / 3.0) + self.bias
-        return (scores.softmax(-1) @ value).square().mean()
+        scores = query @ key.transpose(-1, -2)
+        if self.kind == "cap":
+            scores = 3.0 * torch.tanh(scores / 3.0)
+        scores = scores + self.bias
+        if self.kind == "sinks":
+            order = x.sum(-1).argsort(-1)
+            seen = (order[:, None, :, None] - order[:, None, None, :]).square() > 1
+            seen = seen & (order > 2)[:, None, :, None]  # others see no key
+            scores = scores + torch.where(seen, 0.0, torch.finfo(scores.dtype).min)
+            sinks = self.sinks.view(1, -1, 1, 1).expand(2, -1, 7, 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out = (weights @ value).square().mean()
+        return out + weights.square().mean() if self.kind == "reads" else out
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("cap", "ring"),
+        ("sinks", "ring"),
+        pytest.param("cap", "ulysses", marks=slow),
+        pytest.param("sinks", "gather", marks=slow),
+    ],
+)
+def test_masks_that_are_added_beside_a_cap_or_sinks(kind: str, mode: str, tmp_path: Path) -> None:
+    model, inputs = Biased(kind).double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
+    compiled, _ = plans.check_policy(model, inputs, "cp", 3, tmp_path, pas_config={"cp_mode": mode})
+    assert "attention_where(" in compiled.files["gencode0.py"]
 
 
 def test_what_has_no_ring_is_gathered_unless_a_ring_is_asked_for(tmp_path: Path) -> None:
-    model, inputs = Biased().double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
+    model, inputs = Biased("reads").double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
     compiled, _ = plans.check_policy(model, inputs, "cp", 2, tmp_path)
     assert "all_gather(" in compiled.files["gencode0.py"]
     with pytest.raises(
-        PlanError, match=r"(?s)'ring' has no ring for softmax.*attention written out"
+        PlanError, match=r"(?s)'ring' has no ring for weights.*attention written out"
     ):
         plans.compile_with(plans.traced(model, inputs), "cp", 2, pas_config={"cp_mode": "ring"})
 

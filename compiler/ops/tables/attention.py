@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import Arg, AxisRef, IROp
 from shardwright.compiler.ir.size import divides, product, quotient
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import stand_ins
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
@@ -142,29 +143,39 @@ def _attention_where(op: IROp) -> OpRule:
         [*terms[1], names[1], "k^", "d"],
         [*terms[2], names[2], "k", "e"],
     ]
+    follows_queries: tuple[int, ...] = ()
     for mark, parameter in zip(op.operands[3:], op.operand_names[3:], strict=True):
         if parameter == "sinks":
             operands.append([names[0]])
+            continue
+        if parameter == "attn_mask":
+            follows_queries = (len(operands),)
+            operands.append(_broadcast_dims(mark, [batch, names[0], "q", "k"]))
             continue
         # ``m`` and ``n`` are the positions of queries and keys once more, under other names: marks
         # stay whole where ``q`` and ``k`` are cut.
         position = "m^" if parameter.startswith("query_marks") else "n^"
         dims = [batch, "1", *((position, "1") if position == "m^" else ("1", position))]
-        aligned = zip(mark.shape, dims[4 - mark.ndim :], strict=True)
-        operands.append(["1" if size == 1 else name for size, name in aligned])
+        operands.append(_broadcast_dims(mark, dims))
     rule = parse_rule(
         annotation(operands, [[batch, names[0], "q", "e"]]),
         op,
         sizes=sizes,
         linear_sets=linear_sets(op, ("value",)),
     )
-    rule = replace(rule, exchanges=_ring(rule), nonempty=True)
+    rule = replace(rule, exchanges=_ring(rule, follows_queries), nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
     queries = {"q": ParallelFactor(empty=not random)}
     if random:
         return _drawn(rule, "attention_where", queries)
     form = ParallelForm("attention_where", queries, {}, _places, knows_runs=True)
     return replace(rule, parallel=form)
+
+
+def _broadcast_dims(x: IRValue, dims: Sequence[str]) -> list[str]:
+    """The last of the dims, as many as a value has; "1" where it has one element for all."""
+    aligned = zip(x.shape, dims[len(dims) - x.ndim :], strict=True)
+    return ["1" if size == 1 else name for size, name in aligned]
 
 
 def _ring(rule: OpRule, follows_queries: tuple[int, ...] = ()) -> tuple[Exchange, ...]:
@@ -215,8 +226,9 @@ def _weights(rule: OpRule) -> TensorRefs:
 
 define(
     "attention_where",
-    "query, key, value, query_marks=(), key_marks=(), comparisons=(), sinks=None, *, bands=None, "
-    "scale=None, cap=None, blind='zeros', dropout_p=0.0, query_axes=(), key_axes=(), lengths=None, "
+    "query, key, value, query_marks=(), key_marks=(), comparisons=(), sinks=None, "
+    "attn_mask=None, *, bands=None, scale=None, cap=None, blind='zeros', dropout_p=0.0, "
+    "query_axes=(), key_axes=(), lengths=None, "
     f"query_unit=1, {DRAWN.removeprefix('*, ')}",
     f"{RUNTIME}.attention_where",
     _attention_where,

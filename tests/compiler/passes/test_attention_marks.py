@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from sequence_models import get
 from torch import Tensor, nn
 
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, WhenTraining
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import ATTENTION
 
 WINDOW = ((0, 3, 0, 1, 0, 1), (3, 11, 1, 4, 1, 1))
 CAUSAL = ((0, 11, 0, 1, 0, 1),)
+DROPS = WhenTraining(0.3, 0.0)
 
 
 def attention(name: str) -> list[IROp]:
@@ -31,6 +32,8 @@ def attention(name: str) -> list[IROp]:
         ("gemma2-padded", [WINDOW, CAUSAL], {"cap": 50.0, "blind": "mean"}),
         ("gpt-oss", [WINDOW, CAUSAL], {"blind": None}),
         ("llama-packed", [None, None], {"comparisons": ("eq", "le"), "blind": None}),
+        ("packed-dropout", [None, None], {"comparisons": ("eq", "le"), "dropout_p": DROPS}),
+        ("window-dropout", [WINDOW, WINDOW], {"blind": "mean", "dropout_p": DROPS}),
     ],
 )
 def test_masks_of_models_are_read(
@@ -73,10 +76,8 @@ def capped(x: Tensor, bias: Tensor | float) -> Tensor:
     "attend",
     [
         lambda x, counts: F.scaled_dot_product_attention(x, x, x, earlier(x) | counts),
-        lambda x, counts: F.scaled_dot_product_attention(x, x, x, earlier(x), dropout_p=0.1),
         lambda x, counts: F.scaled_dot_product_attention(x, x, x, torch.randn(6, 6).to(x.dtype)),
         lambda x, counts: written_out(x, earlier(x)),  # the weights are an output
-        lambda x, counts: (capped(x, torch.randn(6, 6)),),  # a bias behind a cap
     ],
 )
 def test_other_attention_stays(attend: Callable[[Tensor, Tensor], object]) -> None:

@@ -66,8 +66,9 @@ SURE_SHARES = (0.93, 1.0)
 out some per cent of what programs take. The second share counts where the first is too little.
 """
 
-NUM_VARIED = 5
-"""How many of the best plans have their placements tried with more stages on each position."""
+NUM_VARIED = 3
+"""How many of the best plans each time have their placements tried with more stages on a position.
+"""
 
 LAST_SHARE = 0.9
 """The share of the time limit after which also the mesh that is being tried is left, if there is
@@ -90,6 +91,7 @@ class MeshSearch:
         # Whether the limit is short for a model of this size; None before the first placement.
         self._is_short: bool | None = None
         self._made: list[tuple[PlacedMesh, PlacedModel]] = []  # what meshes were tried with
+        self._varied: list[tuple[int, int, Plan]] = []  # what was tried with more stages
 
     # --------------------------------------------------------------------------------------------
     # which meshes, in which order
@@ -263,22 +265,25 @@ class MeshSearch:
         """
         if self.space.chunks is not None or INTERLEAVED not in self.space.schedules:
             return
-        num_layers = len(layer_blocks(self.state.graph)[1])
-        seen: list[tuple[int, Plan]] = []
+        num_layers, is_new = len(layer_blocks(self.state.graph)[1]), False
         for candidate in tuple(self.result.audited[:NUM_VARIED]):
             asked = candidate.cut_request
             if asked is None or asked.num_positions == 1 or len(asked.placements) > 1:
                 continue
             number, placed = asked.num_positions, asked.placements[0].placed
-            if num_layers % number or any((number, placed.plan) == other for other in seen):
+            varied = (number, asked.pp_place, placed.plan)
+            if num_layers % number or any(varied == other for other in self._varied):
                 continue
-            seen.append((number, placed.plan))
+            self._varied.append(varied)
             title = mesh_title(number, placed.plan.mesh, asked.pp_place)
             more = [count for count in divisors(num_layers // number) if count > MOST_CHUNKS]
             found = [NamedSchedule(INTERLEAVED, count) for count in more]
             usable = [each for each in found if works(each, number, self.space.num_microbatches)]
-            self._try_these(replace(asked, title=title), usable)
-        self.audits.audit_promising()
+            if usable:
+                self._try_these(replace(asked, title=title), usable)
+                is_new = True
+        if is_new:
+            self.audits.audit_promising()
 
     def answer_at_once(self) -> None:
         """Find one plan that fits, where there is none yet, from what is known."""

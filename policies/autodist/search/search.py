@@ -121,6 +121,8 @@ class Search:
         for share in MESH_SHARES:
             has_placed_all = meshes.place_until(share)
             meshes.try_placed()
+            if not self.state.is_late():
+                meshes.try_more_chunks()
             if has_placed_all or self._is_ended():
                 break
         else:

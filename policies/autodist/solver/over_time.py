@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.followers import merge_followers
 from shardwright.policies.autodist.solver.moments import Moments, WorkRow
+from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, tighten
 from shardwright.policies.autodist.solver.node_moves import Moves
 from shardwright.policies.autodist.solver.priced import search_priced
@@ -35,6 +36,11 @@ once (priced.py).
 
 NUM_STRETCHES = 40
 """Stretches of time of which the worst moment is added in each round."""
+
+PRICED_SHARE = 0.4
+"""The share of the time that is left for prices of all moments. The rest is for parts of the best
+choice, solved while all else stays.
+"""
 
 SHARE = 0.5
 """The share of the time that is left which one round takes at most."""
@@ -64,7 +70,10 @@ def search_over_time(
     moments = network.moments
     # A large problem without other rows: prices for all moments first.
     if num_pairs(network) > MAX_PAIRS and not network.rows and len(moments) > MAX_AT_ONCE:
-        search_priced(network, progress, progress.left_s)
+        prices = search_priced(network, progress, PRICED_SHARE * progress.left_s)
+        if progress.choice is not None and not progress.done:
+            choice = network.condense(progress.choice)
+            improve_parts(network, choice, progress, prices=prices)
     # Few moments are taken at once. Of many, only those that turn out to be exceeded.
     chosen = set(range(len(moments))) if len(moments) <= MAX_AT_ONCE else set()
     start = progress.choice

@@ -32,9 +32,9 @@ all.
 """
 
 
-def search_priced(network: Network, progress: Progress, seconds: float) -> None:
+def search_priced(network: Network, progress: Progress, seconds: float) -> Array:
     """Raise the bound and propose choices until steps are short, the gap is closed or the seconds
-    are over.
+    are over. Returns the prices of the best bound, by moment.
     """
     # Message passing for the bound at given prices, moves for choices.
     messages, moves = Messages(network), Moves(network)
@@ -92,3 +92,4 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
         messages.forward()
         messages.backward()
         moves.propose(messages.rounded(), progress, prices)
+    return best_prices

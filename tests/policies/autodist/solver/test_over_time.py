@@ -117,7 +117,7 @@ def test_prices_of_moments_bound_the_cost_and_lead_to_choices_within_the_limit()
 
 
 def test_parts_are_improved_within_limits_over_time() -> None:
-    """From the choice that uses least, part by part, to near the best choice within the limit."""
+    """A search from the choice that uses least comes near the best one within the limit."""
     problem = large(0, 10.0)
     network = simplify(problem)
     assert isinstance(network, Network) and len(network.moments) > 10 and not network.rows

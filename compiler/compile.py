@@ -30,6 +30,7 @@ from shardwright.compiler.passes.print_program import print_pipeline, print_prog
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
+from shardwright.compiler.passes.start_early import Overlap
 from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.passes.without_gradients import without_gradients
@@ -165,6 +166,7 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
         FunctionPass("lower", lower_planned),
         GatherTogether(config),
         FunctionPass("draws", draws),
+        Overlap(config),
         emit,
     )
 

@@ -88,6 +88,10 @@ class ComputeConfig:
     ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it
     holds.
 
+    **Communication.** ``overlap_communication`` starts sums of gradients over the ranks of a unit
+    early, and computes gradients of weights while they are under way. Numbers stay the same, bit by
+    bit; a backward may hold more (docs/performance.md).
+
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs
     it. ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids":
     {0: "batch", 1: "seq"}}``, where equal names mean equal sizes, or just ``{"input_ids": [0,
@@ -139,6 +143,7 @@ class ComputeConfig:
     seed: int = 0
     distributed_optimizer: DistributedOptimizerConfig | Mapping[str, Any] | None = None
     check_ranks_every: int = CHECK_RANKS_EVERY
+    overlap_communication: bool = False
 
     def __post_init__(self) -> None:
         # Types first, field by field, then what fields mean together.
@@ -278,6 +283,7 @@ _FLAGS = (
     "use_async_reducer",
     "inference_only",
     "constant_folding",
+    "overlap_communication",
 )
 
 

@@ -72,6 +72,8 @@ RUNTIME_IMPORTS = {
     "Once": "from shardwright.runtime.in_pieces import Once",
     "Gather": "from shardwright.runtime.in_pieces import Gather",
     "rebuild": "from shardwright.runtime.structure import rebuild",
+    "start": "from shardwright.runtime.started import start",
+    "arrived": "from shardwright.runtime.started import arrived",
 }
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
@@ -469,6 +471,13 @@ class StatementWriter:
             words.append(f'backward="{step.backward}"')
         if instruction.choice is not None and function == "self.gathered":
             words.append(f'then="{instruction.choice}"')
+        call = f"{function}({', '.join(words)})"
+        if instruction.beside:
+            # The sum of the backward starts, the gradients of these weights are computed, and then
+            # it is waited for.
+            self._need("start", "arrived")
+            weights = tuple_text(map(scope.name, instruction.beside))
+            call = f"arrived(start({', '.join([function, *words])}), beside={weights})"
         scope.define(instruction.result)
         note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()
@@ -476,9 +485,7 @@ class StatementWriter:
         if instruction.value.name in self._train_only:
             self._train_only.add(instruction.result.name)
             guards = ("if self.training",)
-        return Line(
-            f"{scope.name(instruction.result)} = {function}({', '.join(words)})", note, guards
-        )
+        return Line(f"{scope.name(instruction.result)} = {call}", note, guards)
 
     def _cut(self, cut: CutSizes, sizes: Callable[[Size], str]) -> str:
         self._need("Cut")

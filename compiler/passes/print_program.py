@@ -43,6 +43,8 @@ def _lines(instruction: Instruction, indent: str = "  ") -> list[str]:
             f"{', '.join(step.axes)})"
         )
         together = ", with the one above" if instruction.joins else ""
+        if instruction.beside:
+            together += f", beside {', '.join(weight.name for weight in instruction.beside)}"
         return [f"{indent}{call}  # {step.transition}: {step.after}{together}"]
     names = ", ".join(value.name for value in instruction.op.results)
     layouts = " ".join(map(str, instruction.layouts))

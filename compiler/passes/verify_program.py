@@ -50,6 +50,12 @@ TABLE = {
     ("grad_keep_one", None): ("G", "R"),
 }
 
+SUMS = (("grad_all_reduce", None), ("all_gather", "reduce_scatter"))
+"""The adapters beside whose backward gradients of weights may be computed."""
+
+LEAVE_WEIGHTS = tuple(f"shardwright.runtime.ops.{name}_beside" for name in ("linear", "addmm"))
+"""The products that leave the gradient of their weight to a sum."""
+
 TAKES, GIVES = ("narrow", "grad_all_reduce", "keep_one"), ("all_gather", "all_reduce")
 """What a loop does along its axis with what it takes, and with what it gives."""
 
@@ -107,6 +113,7 @@ class _Walk:
         # noted.
         self.walk(program.body)
         self.check_late()
+        self.check_beside()
         self.check_outputs(program.output)
         self.check_updates()
         self.walk(program.tail)
@@ -363,6 +370,36 @@ class _Walk:
         if late & read or (late and self.program.whole_output is None):
             raise InternalError(f"a training step leaves out {_names(sorted(late))}, and reads it")
 
+    def check_beside(self) -> None:
+        """Check that each weight whose gradient is left to a sum is read once, by a product that
+        leaves it, and that such products leave their weights to a sum.
+        """
+        left: set[str] = set()
+        for adapter in (i for i in self.program.body if isinstance(i, Adapt)):
+            is_sum = (adapter.step.kind, adapter.step.backward) in SUMS
+            for weight in adapter.beside:
+                if weight.kind is not ValueKind.PARAMETER or weight.name in left or not is_sum:
+                    raise InternalError(
+                        f"{weight.name} cannot get its gradient beside {adapter.result.name}"
+                    )
+                left.add(weight.name)
+        read: set[str] = set()
+        for call in (i for i in steps(self.program.instructions) if isinstance(i, Compute)):
+            found = left & {value.name for value in call.op.operands}
+            if call.op.target not in LEAVE_WEIGHTS:
+                if found:
+                    raise InternalError(
+                        f"{min(found)} has its gradient beside a sum, and other readers"
+                    )
+            elif len(found) != 1 or found & read:
+                raise InternalError(
+                    f"{call.original.name} leaves the gradient of its weight to no sum"
+                )
+            else:
+                read |= found
+        if left - read:
+            raise InternalError(f"{_names(sorted(left - read))} has no product beside its sum")
+
     def check_outputs(self, output: Tree, *, in_training: bool = True) -> None:
         """Results are as the plan wishes them. Only those may be left out, and of training only,
         that it gives up there.
@@ -410,12 +447,15 @@ class _Walk:
 
 
 def _forms(expected: IROp) -> Iterator[IROp]:
-    """The ways to write a local call that later passes may choose: a ``reshape`` for a ``view``,
-    and a mask that is drawn by the axes that cut it, where its layout would tell the same.
+    """The ways to write a local call that later passes may choose: a ``reshape`` for a ``view``, a
+    product that leaves the gradient of its weight to a sum, and a mask that is drawn by the axes
+    that cut it, where its layout would tell the same.
     """
     yield expected
     if expected.target == "view":
         yield expected.retarget("reshape")
+    if expected.target in ("linear", "addmm"):
+        yield expected.retarget(f"shardwright.runtime.ops.{expected.target}_beside")
     if expected.has_arg("layout"):
         kept = tuple((key, arg) for key, arg in expected.args if key not in ("layout", "sizes"))
         drawn, axes = replace(expected, args=kept), axes_in(str(expected.arg("layout")))

@@ -39,7 +39,8 @@ class Adapt:
     """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
     value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`). ``joins``:
     it gathers a weight in one collective with the gather right before it. ``in_loop``: it runs once
-    for every piece of a loop.
+    for every piece of a loop. ``beside``: weights whose gradients are computed while its backward
+    communicates (``passes/start_early.py``).
     """
 
     value: IRValue
@@ -51,6 +52,7 @@ class Adapt:
     choice: str | None = None
     joins: bool = False
     in_loop: bool = False
+    beside: tuple[IRValue, ...] = ()
 
     @property
     def gathers_weight(self) -> bool:

@@ -75,7 +75,9 @@ def reads(instruction: Instruction) -> tuple[IRValue, ...]:
     """The values that an instruction reads."""
     if isinstance(instruction, Loop):
         return instruction.operands
-    return (instruction.value,) if isinstance(instruction, Adapt) else instruction.op.operands
+    if isinstance(instruction, Adapt):
+        return (instruction.value, *instruction.beside)
+    return instruction.op.operands
 
 
 def writes(instruction: Instruction) -> tuple[IRValue, ...]:
@@ -217,8 +219,9 @@ def in_front(
 ) -> list[Instruction]:
     """The adapters of a stretch that run in front of it: those of values from outside.
 
-    Two kinds stay inside if nothing but the stretch needs them: adapters of weights, and gathers in
-    a recompute region. ``is_read_later``: whether anything after the stretch reads a value.
+    Three kinds stay inside if nothing but the stretch needs them: adapters of weights, those that
+    compute gradients of weights beside them, and gathers in a recompute region. ``is_read_later``:
+    whether anything after the stretch reads a value.
     """
     # Made inside of the stretch: what follows from it cannot go in front.
     made = {value.name for i in instructions if not isinstance(i, Adapt) for value in writes(i)}
@@ -227,7 +230,8 @@ def in_front(
         if isinstance(instruction, Adapt):
             shared = any(map(is_read_later, _copies_of(instruction, instructions)))
             is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
-            stays = is_weight or (recompute and instruction.step.kind in GATHERS)
+            gathers_again = recompute and instruction.step.kind in GATHERS
+            stays = is_weight or bool(instruction.beside) or gathers_again
             if instruction.value.name not in made and (shared or not stays):
                 front.append(instruction)
             else:
@@ -394,6 +398,7 @@ def instruction_key(
             token(instruction.value),
             instruction.region is not None,
             instruction.joins,
+            tuple(map(token, instruction.beside)),
         )
     op = instruction.op
 

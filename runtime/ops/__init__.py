@@ -33,6 +33,7 @@ from shardwright.runtime.ops.group_norm import group_norm
 from shardwright.runtime.ops.grouped_products import grouped_linear, grouped_mm
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.layer_norm import layer_norm, rms_norm
+from shardwright.runtime.ops.linear_beside import addmm_beside, linear_beside
 from shardwright.runtime.ops.linear_cross_entropy import linear_cross_entropy
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
@@ -111,6 +112,7 @@ __all__ = [
     "adaptive_max_pool1d",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
+    "addmm_beside",
     "all_chosen",
     "alpha_dropout",
     "attention_where",
@@ -154,6 +156,7 @@ __all__ = [
     "kl_div",
     "l1_loss",
     "layer_norm",
+    "linear_beside",
     "linear_cross_entropy",
     "log_softmax",
     "logcumsumexp",

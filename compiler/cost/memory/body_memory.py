@@ -27,7 +27,7 @@ Forward ends with 24 bytes of activations. The backward of ``a @ w2`` makes 8 by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -150,6 +150,10 @@ class BodyMemory:
         self._asked: dict[str, int] = {}
         self._came: dict[str, int] = {}
         self._views: set[int] = set()  # storages of gradients that are views
+        # Weights whose gradients are computed beside an adapter's backward, and the nodes of their
+        # products, with the gradients that came into these.
+        self._beside = {w.name for i in program.body if isinstance(i, Adapt) for w in i.beside}
+        self._left: dict[str, tuple[Node, Sequence[Gradient | None]]] = {}
 
     # ---------------------------------------------------------------------------------------------
     # forward
@@ -224,7 +228,8 @@ class BodyMemory:
         ``again``: a backward runs it to recompute a region, where gathered weights are saved like
         anything else. The result is its node of autograd's graph, ``None`` without a gradient.
         """
-        operands = [self.values[value.name] for value in reads(instruction)]
+        read = (instruction.value,) if isinstance(instruction, Adapt) else reads(instruction)
+        operands = [self.values[value.name] for value in read]
         found = self.footprints.forward(
             instruction, [local.form for local in operands], trains=self.trains
         )
@@ -266,7 +271,7 @@ class BodyMemory:
                 else []
             )
             names = (
-                [value.name for value in reads(instruction)],
+                [value.name for value in read],
                 [value.name for value in writes(instruction)],
             )
             node = Node(instruction, operands, *names, saved, gathered=tuple(gathered))
@@ -295,7 +300,12 @@ class BodyMemory:
                 continue
             if node.region is not None and not self.regions[node.region].recomputed:
                 self._recompute(self.regions[node.region])
-            self.differentiate(node, incoming, gradients, remaining)
+            if not self._beside.isdisjoint(node.operand_names):
+                self._leave(node, incoming, gradients, remaining)
+            elif isinstance(node.instruction, Adapt) and node.instruction.beside:
+                self._communicate(node, node.instruction, incoming, gradients, remaining)
+            else:
+                self.differentiate(node, incoming, gradients, remaining)
             self.release(node.saved)
             node.saved = []
             # The first node of a region is the last one of its backward.
@@ -309,6 +319,53 @@ class BodyMemory:
             self.release(node.saved)
         for region in self.regions:
             self.release(region.arguments)
+
+    def _leave(
+        self,
+        node: Node,
+        incoming: Sequence[Gradient | None],
+        gradients: dict[str, Gradient],
+        remaining: dict[str, int],
+    ) -> None:
+        """Run the backward of a product but for the gradient of its weight, which an adapter will
+        compute beside its own backward. Until then, what came in and what was saved is held.
+        """
+        (weight,) = self._beside.intersection(node.operand_names)
+        only = [number for number, name in enumerate(node.operand_names) if name != weight]
+        for gradient in incoming:
+            if gradient is not None:
+                self.ledger.hold(gradient[1])
+        self._left[weight] = replace(node, saved=node.saved), incoming
+        node.saved = []
+        self.differentiate(node, incoming, gradients, remaining, only=only)
+
+    def _communicate(
+        self,
+        node: Node,
+        adapter: Adapt,
+        incoming: Sequence[Gradient | None],
+        gradients: dict[str, Gradient],
+        remaining: dict[str, int],
+    ) -> None:
+        """Run the backward of an adapter, and compute the gradients of weights beside it. Meanwhile
+        what came in is held, and so are the summands of a reduce-scatter: those that are sent, and
+        those that arrive.
+        """
+        held = [self.ledger.hold(gradient[1]) for gradient in incoming if gradient is not None]
+        self.differentiate(node, incoming, gradients, remaining)
+        if adapter.step.backward == "reduce_scatter":
+            held += [
+                self.ledger.hold(self.ledger.new(self._whole_bytes(adapter), TEMPORARY))
+                for _ in range(2)
+            ]
+        for weight in adapter.beside:
+            # There is none if no gradient came to the product.
+            if weight.name in self._left:
+                product, came = self._left.pop(weight.name)
+                only = [product.operand_names.index(weight.name)]
+                self.differentiate(product, came, gradients, remaining, only=only)
+                self.release(product.saved)
+        self.release(held)
 
     def arrive_rest(self, gradients: Mapping[str, Gradient]) -> None:
         """Hand out the gradients that no operator used. They belong to inputs that are results

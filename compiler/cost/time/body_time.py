@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import together_time
+from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
@@ -130,6 +131,7 @@ def body_time(
         else:
             time = sums.of_call(instruction, runs)
         instructions.append((instruction, time))
+    sums.hide_beside(instructions)
     return BodyTime(
         tuple(instructions),
         sums.compute_s,
@@ -288,6 +290,33 @@ class _Sums:
             self.compute_s -= seconds
             self._add(f"{sent.axis} all_to_all", seconds, num_bytes)
         return time
+
+    def hide_beside(self, instructions: list[tuple[Instruction, OpTime]]) -> None:
+        """Take from the backward of each adapter what runs while gradients of weights are computed
+        beside it.
+        """
+        if not self.trains:
+            return
+        # The seconds of the gradient of each weight that a product leaves to an adapter.
+        left_s: dict[str, float] = {}
+        beside = {w.name for i, _ in instructions if isinstance(i, Adapt) for w in i.beside}
+        for instruction, time in instructions if beside else ():
+            if not isinstance(instruction, Compute):
+                continue
+            for number, value in enumerate(instruction.op.operands):
+                if value.name in beside:
+                    others = set(range(len(instruction.op.operands))) - {number}
+                    device = self.hardware.device
+                    parts = parts_of_operator(instruction, time, others, self.mesh, device)
+                    left_s[value.name] = parts[1]
+        for position, (instruction, time) in enumerate(instructions):
+            if not isinstance(instruction, Adapt) or not instruction.beside:
+                continue
+            busy_s = sum(left_s.get(weight.name, 0.0) for weight in instruction.beside)
+            hidden_s = self.hardware.device.hidden_s(time.backward_s, busy_s)
+            instructions[position] = instruction, time + OpTime(0.0, -hidden_s)
+            step = instruction.step
+            self.comm[f"{'+'.join(step.axes)} {_BACKWARD[step.kind, step.backward]}"] -= hidden_s
 
     def _add(self, name: str, seconds: float, num_bytes: float) -> None:
         self.comm[name] = self.comm.get(name, 0.0) + seconds

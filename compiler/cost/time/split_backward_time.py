@@ -12,16 +12,13 @@ weight's gradient 1 ms in the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 
-from shardwright.compiler.cost.local_calls import LocalCall, local_call
 from shardwright.compiler.cost.machine.device import Device
+from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.body_time import BodyTime
 from shardwright.compiler.cost.time.call_times import OpTime
-from shardwright.compiler.cost.time.operator_time import roofline
 from shardwright.compiler.plan.program import Compute, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import reads, writes
-from shardwright.runtime.layout import Mesh
 
 PartsOf = Callable[[Compute, OpTime, frozenset[int]], tuple[float, float]]
 """A function ``(operator, its time, its inner operands by number)`` that gives the seconds of the
@@ -71,34 +68,3 @@ def parts_of_instructions(
                 i for i, value in enumerate(instruction.op.operands) if value.name in inner
             )
             yield parts(instruction, time, inside)
-
-
-def parts_of_operator(
-    instruction: Compute, time: OpTime, inside: Collection[int], mesh: Mesh, device: Device
-) -> tuple[float, float]:
-    """Seconds of the gradients of an inner operator's inner operands (``inside``), and of those of
-    its other operands.
-    """
-    call = local_call(instruction.original, instruction.assignment, mesh)
-    outside = set(call.differentiated) - set(inside)
-    if not outside:
-        return time.backward_s, 0.0
-    # The time may be a measured one. The roofline says only in which ratio it is split; both parts
-    # pay the host.
-    alone_s = roofline(call, device).backward_s
-    host_s = min(device.host_s[1], time.backward_s)
-    shares = [
-        roofline(_wanting(call, wanted), device).backward_s / alone_s if alone_s else 0.0
-        for wanted in (inside, outside)
-    ]
-    first_s, second_s = (share * (time.backward_s - host_s) + host_s for share in shares)
-    return first_s, second_s
-
-
-def _wanting(call: LocalCall, wanted: Collection[int]) -> LocalCall:
-    """The call if only these operands took a gradient."""
-    operands = tuple(
-        replace(x, requires_grad=x.requires_grad and i in wanted)
-        for i, x in enumerate(call.operands)
-    )
-    return replace(call, operands=operands)

@@ -24,12 +24,12 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
 )
 from shardwright.compiler.cost.time.adapter_time import step_time
 from shardwright.compiler.cost.time.after_backward import parameter_s
+from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.split_backward_time import (
     parts_of_instructions,
-    parts_of_operator,
 )
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing

@@ -37,6 +37,12 @@ ZERO = [
     PeakCase("dp", 1, fields={"use_zero": 3}),
     PeakCase("dp", 1, fields={"use_zero": 3}, recompute=BLOCKS),
 ]
+OVERLAP = [
+    PeakCase("tp", fields={"overlap_communication": True}),
+    PeakCase("tp", fields={"overlap_communication": True}, options={"sequence_parallel": True}),
+    PeakCase("tp", fields={"overlap_communication": True}, recompute=BLOCKS),
+    PeakCase("tp", options={"sequence_parallel": True}),
+]
 RANDOM = [PeakCase("random", seed=1), PeakCase("random", seed=3, recompute=BLOCKS)]
 TABLES = [
     PeakCase("dp", 1, 8, dtype=BF16),
@@ -115,8 +121,16 @@ FOUR = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
-    [(2, PLAIN), (2, ZERO), (2, RANDOM), (2, TABLES), (2, PIPELINES), (4, FOUR)],
-    ids=["plain", "zero", "random", "tables", "pipelines", "four ranks"],
+    [
+        (2, PLAIN),
+        (2, OVERLAP),
+        (2, ZERO),
+        (2, RANDOM),
+        (2, TABLES),
+        (2, PIPELINES),
+        (4, FOUR),
+    ],
+    ids=["plain", "overlap", "zero", "random", "tables", "pipelines", "four ranks"],
 )
 def test_peaks_are_those_measured(tmp_path: Path, num_ranks: int, cases: list[PeakCase]) -> None:
     measured = run_processes(num_ranks, "peak_ranks:measure", str(tmp_path), cases)

@@ -222,7 +222,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Any setting is an option by its path, and counts in the place of the file's: "
-        "--steps 100 --optimizer.options.lr 3e-4"
+        "--steps 100 --optimizer.options.lr 3e-4. With --print-config all of them are listed."
     )
     parser.set_defaults(rest=[])
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 
 from shardwright.frontend.training.stopping import (
@@ -59,22 +59,27 @@ def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
         for variables in rank_variables(num_ranks)
     ]
 
+    passed_on: set[int] = set()
+
     def pass_on(number: int, frame: FrameType | None) -> None:
+        passed_on.add(number)
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        return _watched(ranks)
+        return _watched(ranks, passed_on)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _end(ranks)
 
 
-def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks, or for a while after the first that fails."""
+def _watched(ranks: Sequence[subprocess.Popen[bytes]], passed_on: Collection[int]) -> int:
+    """Wait for all ranks, or for a while after the first that fails. ``passed_on``: the signals
+    that they were sent.
+    """
     failed: int | None = None
     deadline = float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -95,6 +100,15 @@ def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if CONFIG_EXIT_CODE in codes:
         return CONFIG_EXIT_CODE
     code = codes[failed]
+    # A rank that is still importing, or is asked twice, ends at once.
+    if code is not None and -code in passed_on:
+        print(
+            f"stopped by {signal.Signals(-code).name} before anything could be saved; the same "
+            "command goes on from the newest checkpoint, if there is one",
+            file=sys.stderr,
+            flush=True,
+        )
+        return STOPPED_EXIT_CODE
     assert code is not None
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     print(

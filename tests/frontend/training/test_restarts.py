@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from shardwright.frontend.cli import training
 from shardwright.frontend.cli.main import main
-from shardwright.frontend.training.stopping import CONFIG_EXIT_CODE
+from shardwright.frontend.training.launching import start_ranks
+from shardwright.frontend.training.stopping import CONFIG_EXIT_CODE, STOPPED_EXIT_CODE
 
 RUN = """
 output: out
@@ -57,6 +60,15 @@ def test_a_mistake_is_told_before_ranks_are_started(
     ):
         assert main([*command, flag]) == CONFIG_EXIT_CODE
         assert text in capsys.readouterr().err, flag
+
+
+def test_a_signal_before_the_first_step(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that import do not listen yet, and have nothing to save."""
+    sleep = ["-c", "import time; print('up', flush=True); time.sleep(60)"]
+    asking = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    asking.start()
+    assert start_ranks(2, sleep) == STOPPED_EXIT_CODE
+    assert "stopped by SIGTERM before anything could be saved" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -159,7 +159,9 @@ def steps_of(
         )
         for member in members
     )
-    moves = moves_of(seen, queries, call_pairs) if evens_out else ()
+    # A move takes two messages each way, about as long as two calls. But pairs are computed three
+    # and a half times, forward and backward: so half of the pairs of a call are worth it.
+    moves = moves_of(seen, queries, call_pairs // 2) if evens_out else ()
     all_keys = ((0, whole_length(lengths[1])),)
     keys = [piece_runs([member], lengths[1]) if ring else all_keys for member in members]
     guests, kept, sees = _guests(moves, index), {}, {}

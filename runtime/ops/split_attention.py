@@ -52,11 +52,25 @@ from shardwright.runtime.visible_keys import (
     earlier_keys,
 )
 
-CALL_PAIRS = {"cpu": 2**13, "cuda": 2**18}
-"""How many pairs of a query and a key a kernel computes in the time that a call of it takes, with
-what it takes to merge the output. That of a CPU was measured, the other one estimated from the time
-of a launch.
+CALL_FLOP = {"cpu": 2**22, "cuda": 2**33}
+"""The floating-point operations that attention makes in the time that a call of its kernel takes,
+with what it takes to merge the output.
+
+That of a CPU was measured: 0.06 ms at 70 GFLOP/s. That of a GPU is put together from two numbers.
+Each tile is 12 operators (``compiler/cost/time/attention_calls.py``), and one is taken to cost 5 us
+of the host, as in the presets of machines. An H100 computes causal attention at 245 TFLOP/s, with
+its backward (2 x 16 heads, 4096 queries of width 128: ``benchmarks/RESULTS.md``). That is 2**34.
+The half of it stands here, as the pairs that take the place of calls are behind a mask, and the
+kernel for these takes twice as long. No GPU has measured it as a whole.
 """
+
+
+def call_pairs(device: str, heads: int, widths: int) -> int:
+    """How many pairs of a query and a key are computed in the time that a call takes; 0 where that
+    is not known. ``widths``: that of a key and that of a value, together.
+    """
+    # Each pair is a product of the width of keys, and one of that of values.
+    return CALL_FLOP.get(device, 0) // max(1, 2 * heads * widths)
 
 
 def split_attention(
@@ -156,8 +170,11 @@ def attention_in_tiles(
     that have less to do; there is no ``mask`` then.
     """
     places = tuple(Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
-    call_pairs = 0 if mask is not None else CALL_PAIRS.get(query.device.type, 0)
-    steps = steps_of(places, where.lengths, where.query_unit, seen, call_pairs, evens_out=evens_out)
+    of_call = 0
+    if mask is None:
+        widths = query.shape[3] + value.shape[3]
+        of_call = call_pairs(query.device.type, query.shape[1], widths)
+    steps = steps_of(places, where.lengths, where.query_unit, seen, of_call, evens_out=evens_out)
     axis = where.ring or next(iter(where.query_axes), None)
     attention = _Attention(axis, steps, scale, marks, cap, dropout)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]

@@ -239,7 +239,7 @@ def test_queries_of_documents_are_computed_where_there_is_less_to_do(
 ) -> None:
     """However small they are: here a call costs nothing beside the pairs."""
     module = importlib.import_module("shardwright.runtime.ops.split_attention")
-    monkeypatch.setitem(module.CALL_PAIRS, "cpu", 0)
+    monkeypatch.setitem(module.CALL_FLOP, "cpu", 0)
     moves = []
 
     def steps_of(*args: Any, **options: Any) -> Any:

@@ -210,7 +210,7 @@ def test_queries_of_documents_move_to_ranks_with_less_to_do(
     size: int, turns: int, ring: bool, rows: Sequence[Sequence[int]], monkeypatch: MonkeyPatch
 ) -> None:
     """Numbers are those of one device, sinks included, and messages those of the moves."""
-    monkeypatch.setitem(split_attention_module.CALL_PAIRS, "cpu", 0)
+    monkeypatch.setitem(split_attention_module.CALL_FLOP, "cpu", 0)
     lengths = [torch.tensor(row) for row in rows]
     document = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
     place = torch.arange(LENGTH)

@@ -2,11 +2,13 @@
 
     python benchmarks/step_time.py [--pairs 20] [--only tp] [--compile 1]
 
-Three comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per rank, gloo:
+Four comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per rank, gloo:
 
     eager   generated code of one rank      against the module itself
     dp      policy dp, 2 ranks              against DistributedDataParallel
     tp      policy tp, 2 ranks              against DTensor's parallelize_module with loss_parallel
+    checks  policy tp, 2 ranks that compare in every step whether they agree
+                                            against ranks that compare in the first step only
 
 Both sides live in the same processes and take turns step by step, so that load from elsewhere meets
 both. One rank is timed in CPU seconds, several by the wall clock. A step is zero_grad, forward,
@@ -41,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwright
 
 BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 8, 128, 8192
-NUM_RANKS = {"eager": 1, "dp": 2, "tp": 2}
+NUM_RANKS = {"eager": 1, "dp": 2, "tp": 2, "checks": 2}
 LEARNING_RATE = 1e-3
 
 Step = Callable[[], float]
@@ -90,13 +92,18 @@ def stepper(
     return step
 
 
-def ours(policy: str, folder: str, batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
-    """The module compiled by shardwright."""
+def ours(
+    policy: str, folder: str, batch: dict[str, torch.Tensor], wrap: Wrap, *, every: int = 100
+) -> Step:
+    """The module compiled by shardwright, whose ranks compare with every so many steps whether they
+    agree.
+    """
     world_size = dist.get_world_size()
     config = shardwright.ComputeConfig(
         plan_ngpus=1 if policy == "dp" else world_size,
         runtime_ngpus=world_size,
         grad_reduction="mean",
+        check_ranks_every=every,
         use_async_reducer=policy == "dp" and world_size > 1,
     )
     model = shardwright.parallelize(
@@ -153,8 +160,12 @@ def run_rank(rank: int, case: str, folder: str, num_pairs: int, *, compiled: boo
     batch = make_batch(seed=rank if case == "dp" else 0)
     our_wrap: Wrap = partial(torch.compile, fullgraph=True) if compiled else as_it_is
     their_wrap: Wrap = torch.compile if compiled else as_it_is
-    ours_step = ours("tp" if case == "tp" else "dp", folder, batch, our_wrap)
-    their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch, their_wrap)
+    if case == "checks":
+        ours_step = ours("tp", f"{folder}/always", batch, our_wrap, every=1)
+        their_step = ours("tp", f"{folder}/once", batch, our_wrap, every=0)
+    else:
+        ours_step = ours("tp" if case == "tp" else "dp", folder, batch, our_wrap)
+        their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch, their_wrap)
     first, second = ours_step(), their_step()
     assert_same_training(first, second)
     clock = time.process_time if case == "eager" else time.perf_counter

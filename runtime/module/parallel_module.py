@@ -62,6 +62,7 @@ from shardwright.runtime.module.extra_state import (
     check_extra_state,
     extra_state,
 )
+from shardwright.runtime.module.global_hooks import warn_of_global_hooks
 from shardwright.runtime.module.graph_checks import GraphChecks
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
@@ -210,6 +211,7 @@ class ParallelModule(DeclaredModule):
         """
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
+        warn_of_global_hooks(type(self).__name__)
         return self.call_program(None, args, kwargs)
 
     def call_program(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import shardwright
 from shardwright import ComputeConfig, run_ranks
+from shardwright.runtime.module import global_hooks
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -151,3 +154,18 @@ def test_what_is_refused(files: Path) -> None:
 
 def test_others_are_initialised_as_ever() -> None:
     nn.init.xavier_uniform_(net().up.weight)
+
+
+def test_hooks_on_all_modules_that_never_run_are_said(files: Path) -> None:
+    """Once for each kind, in a process that runs a parallel module."""
+    global_hooks._said.clear()
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.warns(UserWarning, match="for the parallel module Net alone") as told:
+            run_ranks(2, lambda rank: shardwright.load_class(files)()(x=X).detach())
+    finally:
+        hook.remove()
+    assert len([w for w in told if "register_module_forward_hook" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        global_hooks.warn_of_global_hooks("Net")  # the hook is gone

@@ -10,8 +10,9 @@ nothing else, over one axis, in even pieces.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -20,7 +21,7 @@ from shardwright.compiler.ops.strategy import split_factor
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import PlanError, format_error
 from shardwright.runtime.layout import Layout
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -34,7 +35,8 @@ def tp_plan_of(program: Program | PipelineProgram) -> dict[str, str]:
     """How transformers would say the plan of a program: a style for each module that is cut, with
     ``*`` for the numbers of layers that are alike.
 
-    Raises :class:`PlanError` for a plan that cannot be said so.
+    Warns of layers that transformers has to hold whole. Raises :class:`PlanError` for a plan that
+    cannot be said so.
     """
     if isinstance(program, PipelineProgram):
         raise _cannot("it puts layers on different ranks")
@@ -46,6 +48,8 @@ def tp_plan_of(program: Program | PipelineProgram) -> dict[str, str]:
     layouts = {declared.value.name: declared.layout for declared in program.declarations}
     cut = {name for name, layout in layouts.items() if layout.cut_axes}
     styles: dict[str, str] = {}
+    held_whole = _held_whole(graph, cut)
+    cut -= held_whole
     for op in graph.ops:
         tables = [operand for operand in _parameters(op) if operand.name in cut]
         if op.target in ("linear", "embedding") and tables:
@@ -56,7 +60,37 @@ def tp_plan_of(program: Program | PipelineProgram) -> dict[str, str]:
         raise _cannot(f"{names[0]} is cut, and belongs to no linear layer or embedding")
     if not styles:
         raise _cannot("it cuts no layer")
+    if held_whole:
+        _warn_of(sorted({op.module_path for op in graph.ops if held_whole & _names(op)}))
     return _starred(styles, graph)
+
+
+def _held_whole(graph: IRGraph, cut: Collection[str]) -> set[str]:
+    """The names of the parameters of linear layers whose bias is a parameter of another module, too
+    (the head of BERT). transformers 5.23 cuts the one and leaves the other, and torch refuses to
+    use both.
+    """
+    found: set[str] = set()
+    for op in graph.ops:
+        bias = dict(op.args).get("bias")
+        if op.target == "linear" and isinstance(bias, IRValue) and bias.aliases:
+            found |= _names(op) & set(cut)
+    return found
+
+
+def _names(op: IROp) -> set[str]:
+    return {value.name for value in _parameters(op)}
+
+
+def _warn_of(paths: Sequence[str]) -> None:
+    warnings.warn(
+        format_error(
+            f"the tp_plan leaves {', '.join(paths)} whole, which the plan cuts",
+            why="a bias of theirs is a parameter of two modules, of which transformers cuts one",
+            hint="nothing: results are the same, with more memory on each rank",
+        ),
+        stacklevel=3,
+    )
 
 
 def _parameters(op: IROp) -> list[IRValue]:

@@ -23,6 +23,14 @@ def test_the_plan_of_tp_is_that_of_transformers(name: str) -> None:
     )
 
 
+def test_a_bias_that_two_modules_have_is_left_whole() -> None:
+    """transformers cannot cut the head of BERT, nor the embedding that has its weight."""
+    program = plans.compile_with(plans.zoo_traced("bert"), "tp", 2).program
+    with pytest.warns(UserWarning, match="leaves bert.embeddings.word_embeddings, cls.predictions"):
+        found = tp_plan_of(program)
+    assert set(found.values()) == {"colwise", "rowwise"} and len(found) == 6
+
+
 def test_layers_that_differ_have_their_numbers() -> None:
     graph = plans.zoo_traced("llama")
     some = {"model.layers.0.mlp.up_proj": "colwise", "model.layers.1.mlp.up_proj": "rowwise"}

@@ -16,7 +16,10 @@ What is written by hand is in ``experts_by_hand.py``. ``model-hf`` also compares
 transformers' first step with those of one device, and prints how far they are apart at most. Both
 sides live in the same processes and take turns step by step, so that load from elsewhere meets
 both. A step is zero_grad, forward, backward, reduction of gradients, optimizer step, for one batch
-that all ranks share. Both sides begin with the same weights, and their losses are compared.
+that all ranks share, and it returns the loss of the whole batch, which takes a sum over the ranks.
+With ``--own-losses 1`` a peer's step returns the loss of a rank's own part instead, which takes
+none; ours sums it all the same. Both sides begin with the same weights, and their losses are
+compared.
 
 ``memory`` prints what rank 0 holds of parameters, gradients and optimizer state, by experts per
 rank. ``compile`` compiles the shape of Qwen3-235B-A22B for 64 ranks, weights on the meta device.
@@ -107,8 +110,8 @@ def ours(case: str, policy: str, folder: str, num_experts: int = 16) -> Side:
     return step, module, optimizer
 
 
-def peer(case: str, folder: str) -> Side:
-    """The other side of a case."""
+def peer(case: str, folder: str, *, own_losses: bool) -> Side:
+    """The other side of a case. ``own_losses``: its steps return the loss of a rank's own part."""
     if case == "model-tp":
         return ours(case, "tp", folder)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -127,7 +130,7 @@ def peer(case: str, folder: str) -> Side:
         if case != "model-hf":  # FSDP2 reduces all gradients by itself
             average_experts(module)
         optimizer.step()
-        return loss.item()
+        return loss.item() if own_losses else mean_over_ranks(loss.item())
 
     if case == "model-hf":
         loss_of(module(**mine)).backward()
@@ -177,12 +180,14 @@ def mean_over_ranks(loss: float) -> float:
     return losses.item() / dist.get_world_size()
 
 
-def run_steps(rank: int, case: str, folder: str, num_pairs: int) -> None:
+def run_steps(rank: int, case: str, folder: str, num_pairs: int, *, own_losses: bool) -> None:
     """One comparison on the calling rank; rank 0 prints."""
-    our_step, their_step = ours(case, "ep", folder)[0], peer(case, folder)[0]
+    our_step = ours(case, "ep", folder)[0]
+    their_step = peer(case, folder, own_losses=own_losses)[0]
     for _ in range(3):
         first, second = our_step(), their_step()
-    assert_same_training(first, second if case == "model-tp" else mean_over_ranks(second))
+    is_part = own_losses and case != "model-tp"
+    assert_same_training(first, mean_over_ranks(second) if is_part else second)
     ratio = compare(our_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
     if rank == 0:
         print(f"{case:12} {dist.get_world_size()} ranks  {ratio}", flush=True)
@@ -216,18 +221,21 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", choices=[*STEPS, "memory", "compile"])
     parser.add_argument("--ranks", type=int, nargs="+", default=NUM_RANKS)
+    parser.add_argument("--own-losses", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.rank_in:
         case, folder = arguments.rank_in
         with gloo_rank() as rank:
             if case == "memory":
                 return run_memory(rank, folder)
-            return run_steps(rank, case, folder, arguments.pairs)
+            own_losses = bool(arguments.own_losses)
+            return run_steps(rank, case, folder, arguments.pairs, own_losses=own_losses)
     print("case         ours / theirs [95 % interval]", flush=True)
     for num_ranks in arguments.ranks:
         for case in (*STEPS, "memory"):
             if arguments.only in (None, case):
-                start_ranks(__file__, num_ranks, [case], pairs=arguments.pairs)
+                options = {"pairs": arguments.pairs, "own-losses": arguments.own_losses}
+                start_ranks(__file__, num_ranks, [case], **options)
     if arguments.only in (None, "compile"):
         run_compile()
 

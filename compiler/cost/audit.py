@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.memory.rank_memory import RankMemory
@@ -130,7 +131,9 @@ def time_of_step(
         optimizer,
         num_microbatches=num_microbatches,
     )
-    activities, step_s = _timeline(body, reduction, config, program, num_microbatches)
+    activities, step_s = _timeline(
+        body, reduction, config, program, hardware.device, num_microbatches
+    )
     # Every microbatch runs the body; gradients are summed and parameters updated once.
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
     inside_s = sum(comm_s.values())
@@ -163,6 +166,7 @@ def _timeline(
     reduction: Reduction,
     config: ComputeConfig,
     program: Program,
+    device: Device,
     num_microbatches: int,
 ) -> tuple[tuple[Activity, ...], float]:
     """The parts of the step on rank 0, and the second at which the step ends."""
@@ -181,7 +185,7 @@ def _timeline(
     end = free = summed_s = 0.0
     for index in range(num_microbatches):
         if index == 0 and settings.overlaps_parameters:
-            forward, *gathered = gathered_beside(program, body, reduction)
+            forward, *gathered = gathered_beside(program, body, reduction, device)
             end, free = add(forward), add(*gathered)
         else:
             end = add(("forward", end, end + body.forward_s))
@@ -191,7 +195,7 @@ def _timeline(
         # after each backward.
         is_summed = settings.frees_gradients or index == num_microbatches - 1
         if is_summed and settings.asynchronous:
-            end = add(*summed_beside(program, body, reduction, end, free)) + added_s
+            end = add(*summed_beside(program, body, reduction, device, end, free)) + added_s
         else:
             summed_s += is_summed * reduction.sum_s
             end = add(("backward", end, end + body.backward_s)) + added_s

@@ -3,7 +3,9 @@ sums of gradients.
 
 One stream computes, adapters included. Another one communicates bucket by bucket, each as soon as
 it can. An adapter that uses the axes of a bucket under way waits for it, and a bucket waits for
-such an adapter: one message at a time on a link.
+such an adapter: one message at a time on a link. Where a machine hides only a part of what is under
+way (``overlap`` of its hardware file), both streams take longer meanwhile by the other part. The
+second stream has a clock of its own, which stands still for that time: ``late_s`` behind.
 
 - Sums (``use_async_reducer``, ``overlap_grad_sync``) begin when the gradients of their bucket are
   complete, from the last parameter on. They end before the step of the optimizer; with ZeRO-2 the
@@ -19,6 +21,9 @@ step gets 4 ms longer than its backward, instead of 6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.body_time import BodyTime, communicates
 from shardwright.compiler.plan.program import Adapt, Program
@@ -32,7 +37,9 @@ Bucket = list[str]
 """The names of its parameters."""
 
 
-def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> list[Part]:
+def gathered_beside(
+    program: Program, body: BodyTime, reduction: Reduction, device: Device
+) -> list[Part]:
     """The first forward from second 0 on, then the gatherings that run beside it."""
     parts: list[Part] = []
     arrival: dict[str, float] = {}  # when each parameter is there
@@ -50,21 +57,29 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
         free_axes |= dict.fromkeys(
             (axis for name in names for axis in reduction.parameters[name].axes), now
         )
+    all_there = now
     awaited: dict[int, float] = {}  # when everything is there that an instruction reads
     for name, index in _first_readers(program).items():
         awaited[index] = max(awaited.get(index, 0.0), arrival.get(name, 0.0))
-    now = 0.0
+    now = late_s = 0.0
     for index, (instruction, time) in enumerate(body.instructions):
-        now = max(now, awaited.get(index, 0.0))
+        until = [awaited.get(index, 0.0)]
         if isinstance(instruction, Adapt) and time.forward_s and communicates(instruction.step)[0]:
-            now = max([now, *(free_axes.get(axis, 0.0) for axis in instruction.step.axes)])
-        now += time.forward_s
+            until += [free_axes.get(axis, 0.0) for axis in instruction.step.axes]
+        now = max(now, max(until) + late_s)
+        longer_s = _not_hidden_s(time.forward_s, all_there + late_s - now, device)
+        now, late_s = now + time.forward_s + longer_s, late_s + longer_s
     now = max(now, body.launches_s[0])
-    return [("forward", 0.0, now), *parts]
+    return [("forward", 0.0, now), *_later(parts, late_s)]
 
 
 def summed_beside(
-    program: Program, body: BodyTime, reduction: Reduction, start_s: float, free_s: float = 0.0
+    program: Program,
+    body: BodyTime,
+    reduction: Reduction,
+    device: Device,
+    start_s: float,
+    free_s: float = 0.0,
 ) -> list[Part]:
     """A backward from ``start_s`` on, then the sums of all gradients that run beside it.
     ``free_s``: when the communication before it ends.
@@ -81,12 +96,13 @@ def summed_beside(
     again = body.recomputed_s / max(1, len(body.instructions))
     parts: list[Part] = []
     under_way: list[tuple[set[str], float]] = []
+    late_s = 0.0
 
     # Sums run one after the other on a stream of their own, from when the bucket is complete.
     def begin(ready: float) -> None:
         nonlocal free
         names = waiting.pop(0)
-        begins = max(ready, free)
+        begins = max(ready - late_s, free)
         free = begins + sum(reduction.parameters[name].sum_s for name in names)
         parts.append((f"reduce bucket {len(buckets) - len(waiting) - 1}", begins, free))
         under_way.append(
@@ -101,17 +117,38 @@ def summed_beside(
             now = max(
                 [
                     now,
-                    *(end for axes, end in under_way if not axes.isdisjoint(instruction.step.axes)),
+                    *(
+                        end + late_s
+                        for axes, end in under_way
+                        if not axes.isdisjoint(instruction.step.axes)
+                    ),
                 ]
             )
-        now += time.backward_s + again
+        busy_s = time.backward_s + again
+        longer_s = _not_hidden_s(busy_s, free + late_s - now, device)
+        now, late_s = now + busy_s + longer_s, late_s + longer_s
         while waiting and all(complete[name] >= index for name in waiting[0]):
             begin(now)
     backward_end = now = max(now, start_s + body.launches_s[1])
     # What is left is summed behind the backward.
     while waiting:
         begin(now)
-    return [("backward", start_s, backward_end), *parts]
+    return [("backward", start_s, backward_end), *_later(parts, late_s)]
+
+
+def _later(parts: Sequence[Part], late_s: float) -> list[Part]:
+    """Parts of the second stream by the clock of the step. What is done before all of the delay is
+    shown a little late, and never after what waits for it.
+    """
+    return [(name, start + late_s, end + late_s) for name, start, end in parts]
+
+
+def _not_hidden_s(busy_s: float, under_way_s: float, device: Device) -> float:
+    """The seconds that messages take from ``busy_s`` of computing, if some are under way for
+    ``under_way_s`` of it.
+    """
+    together_s = min(busy_s, max(0.0, under_way_s))
+    return together_s - device.hidden_s(together_s, together_s)
 
 
 def _first_readers(program: Program) -> dict[str, int]:

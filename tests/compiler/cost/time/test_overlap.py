@@ -5,6 +5,7 @@ they count.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,37 @@ def test_buckets_are_those_that_ranks_make(
     if "use_async_reducer" in fields:
         cost = audit(found.program, config, HARDWARE, optimizer=optimizer)
         assert sum(part.name.startswith("reduce bucket") for part in cost.timeline) == calls
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_async_reducer": True, "reducer_bucket_cap_mb": 0.002},
+        {
+            "distributed_optimizer": {
+                "overlap_param_sync": True,
+                "overlap_grad_sync": False,
+                "bucket_cap_mb": 0.002,
+            }
+        },
+    ],
+    ids=["sums", "gatherings"],
+)
+def test_a_machine_that_hides_less_takes_longer(fields: dict[str, Any]) -> None:
+    """From all that runs at the same time, down to nothing, where it is as if each waited."""
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=8, **fields)
+    found = compile_graph(plans.zoo_traced("gpt2"), find_policy("dp").apply, config)
+    device = replace(HARDWARE.device, queue_s=(0.0, 0.0))  # nothing waits for the host
+    all_hidden, half, none = (
+        audit(
+            found.program,
+            config,
+            replace(HARDWARE, device=replace(device, overlap=overlap)),
+        ).step_s
+        for overlap in (1.0, 0.5, 0.0)
+    )
+    assert all_hidden < half < none
+    if "use_async_reducer" in fields:
+        waiting = replace(config, use_async_reducer=False)
+        machine = replace(HARDWARE, device=device)
+        assert none == pytest.approx(audit(found.program, waiting, machine).step_s, rel=1e-9)

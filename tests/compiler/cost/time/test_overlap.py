@@ -116,7 +116,7 @@ def test_buckets_are_those_that_ranks_make(
     ids=["sums", "gatherings"],
 )
 def test_a_machine_that_hides_less_takes_longer(fields: dict[str, Any]) -> None:
-    """From all that runs at the same time, down to nothing, where it is as if each waited."""
+    """A step grows as less is hidden. If nothing is, it is as if each message was waited for."""
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=8, **fields)
     found = compile_graph(plans.zoo_traced("gpt2"), find_policy("dp").apply, config)
     device = replace(HARDWARE.device, queue_s=(0.0, 0.0))  # nothing waits for the host

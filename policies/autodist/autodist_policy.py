@@ -268,6 +268,9 @@ def _space(
     )
     # GPipe is never faster than 1F1B, and holds more.
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
+    if config.overlap_communication:
+        # These put gradients of weights off themselves: none would be left beside a sum.
+        schedules = [name for name in schedules if not SCHEDULES[name].splits_backward]
     if options.schedule is not None:
         schedules = [options.schedule]
     return SearchSpace(

@@ -36,6 +36,7 @@ from shardwright.compiler.trace import trace
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist import autodist_policy
 from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
@@ -582,3 +583,18 @@ def test_another_program_of_a_module_is_searched_on_the_mesh_of_the_first() -> N
         "stored": {"up.weight": "[16/tp, 8]"},
     }
     find_policy("autodist").check(found)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_schedules_that_put_weights_off_are_searched_unless_sums_hide_them(overlaps: bool) -> None:
+    config = ComputeConfig(
+        plan_ngpus=4,
+        runtime_ngpus=4,
+        use_end2end=True,
+        overlap_communication=overlaps,
+        pas_config={"num_microbatches": 4},
+    )
+    options = AutodistOptions(num_microbatches=4)
+    machine = load_hardware("a100-80gb", num_devices=4)
+    space = autodist_policy._space(plans.zoo_graph("gpt2"), config, options, machine)
+    assert ("zb_h1" in space.schedules) is not overlaps and "1f1b" in space.schedules

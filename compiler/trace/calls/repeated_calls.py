@@ -154,7 +154,9 @@ def _add(parts: list[Any], arg: Any) -> None:
         # What a call does may depend on more than shape and dtype here.
         if arg.constant is not None or arg.is_inference() or arg.dtype.is_complex:
             raise _NotPlain
-        place = (arg.shape, arg.stride(), arg.storage_offset())
+        # Not where in its memory it begins: new results do not follow from that, and each step of
+        # a loop reads another place of one tensor.
+        place = (arg.shape, arg.stride())
         parts.extend((kind, *place, arg.dtype, arg.requires_grad, arg.is_neg()))
     elif kind in (tuple, list, torch.Size):
         parts.extend((kind, len(arg)))

@@ -46,6 +46,20 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+class Steps(nn.Module):
+    """Reads another place of one tensor in each step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, places = x[0], x.repeat(16, 1)
+        for t in range(self.count):
+            h = torch.tanh(places[t] * 2 + h)
+        return h.sum()
+
+
 def traced(model: nn.Module) -> Any:
     return trace(model, {"x": torch.zeros(4, 8)})
 
@@ -60,13 +74,15 @@ def test_layers_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CallRecorder, "run", counted)
     runs = []
-    for layers in (2, 3, 6):
+    for model in (*map(Deep, (2, 3, 6)), Steps(10), Steps(50)):
         count = 0
-        traced(Deep(layers))
+        traced(model)
         runs.append(count)
     # Of each further layer run only views, calls that change an argument, and those not in C.
     assert (runs[2] - runs[1]) == 3 * (runs[1] - runs[0])
     assert runs[1] - runs[0] <= 13 < runs[0] / 2
+    # Of each further step only the view.
+    assert runs[4] - runs[3] == 40
 
 
 def test_the_graph_is_that_of_calls_that_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,10 @@ def _ring(op: IROp) -> Strategy:
     """The strategy by which keys and values travel around."""
     found = ring_of(op)
     if found is None:
-        why = "its keys cannot travel in blocks"
+        why = (
+            "its positions are a product, such as rows times columns of patches, and a ring takes "
+            "those of one dim"
+        )
         if op.target not in ATTENTION:
             why = "this is attention written out, in operators of which each needs all keys"
         raise PlanError(

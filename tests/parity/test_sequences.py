@@ -477,6 +477,7 @@ REFUSED = [
     ("mlp", "tp", 2, {"sequence_parallel": True}, PlanError, "finds no sequence to split"),
     ("mlp", "tp", 2, {"gathers_again": True}, PlanError, "nothing that gathers_again speaks of"),
     ("llama", "cp", 2, {"sequence": ["sequ"]}, PlanError, "finds no dim 'sequ'"),
+    ("dit", "cp", 2, {"cp_mode": "ring"}, PlanError, "its positions are a product, such as rows"),
     ("llama", "cp", 2, {"cp_mode": "rings"}, PlanError, "has no cp_mode 'rings'"),
     ("llama", "cp", 4, {"cp": 2}, PlanError, "cannot place cp=2 on 4 ranks"),
     ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather"]}, PlanError, "1 modes for 2 axes"),

@@ -316,12 +316,12 @@ class ShardwrightMixin:
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """What the whole model computes for a batch, as this rank's share: ranks are summed."""
-        original = _original(self.model)
-        tokens = inputs.get(getattr(original, "main_input_name", "input_ids"))
-        if tokens is None or not hasattr(original, "num_parameters"):
-            return 0
-        parameters: int = original.num_parameters(exclude_embeddings=True)
-        return 6 * int(tokens.numel()) * parameters // self._ranks.unit_size
+        operations: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return operations // self._ranks.unit_size
+
+    def get_num_trainable_parameters(self) -> int:
+        """Those of the whole model; the start of ``train`` tells those of this rank."""
+        return sum(p.numel() for p in _original(self.model).parameters() if p.requires_grad)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self._count_steps(logs)

@@ -126,6 +126,14 @@ class InitializedModel(ParallelFolders, nn.Module):
         """The roles of this rank, and their process groups."""
         return self.parallel_module.mpu
 
+    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
+        """The parameters of the whole model. This rank's are ``sum(p.numel() for p in
+        model.parameters())``.
+        """
+        calls: Calls = self.__dict__[CALLS]
+        twin: Any = calls.programs.twin
+        return int(twin.num_parameters(*args, **kwargs))
+
     def _saved(self) -> tuple[nn.Module, Any]:
         return self, self
 

@@ -73,10 +73,9 @@ class SteppedModel(ParallelFolders, nn.Module):
         """The argument by which transformers counts tokens."""
         return str(_inside(self.original).main_input_name)
 
-    def num_parameters(self, *args: Any, **kwargs: Any) -> float:
-        """The share of this rank in the parameters, from which transformers counts operations."""
-        whole = _inside(self.original).num_parameters(*args, **kwargs)
-        return float(whole) / self.parallel_module.ranks.unit_size
+    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
+        """The parameters of the whole model."""
+        return int(_inside(self.original).num_parameters(*args, **kwargs))
 
     def train_step(
         self, batches: Sequence[Mapping[str, Any]], scale_fn: ScaleFunction | None = None

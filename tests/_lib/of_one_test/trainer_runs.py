@@ -107,6 +107,8 @@ def run(
     if trainer.args.process_index == 0:
         kept = ("step", "loss", "grad_norm", "learning_rate", "eval_sum", *COUNTED)
         history = [{key: x[key] for key in kept if key in x} for x in trainer.state.log_history]
+        history[-1]["trainable"] = trainer.get_num_trainable_parameters()
+        history[-1]["parameters"] = trainer.model.num_parameters()
         for entry, found in zip(history, trainer.state.log_history, strict=True):
             if "eval_runtime" in found:
                 steps = found["eval_steps_per_second"] * found["eval_runtime"]

@@ -56,6 +56,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "GPT-2 in stages, pp 8 x tp 8": [
         {**NARROW, "layers": layers, "ranks": 64, "stages": 8} for layers in (24, 96)
     ],
+    "a loop over time steps, by steps": [
+        {"model": "steps", "layers": steps, "ranks": 2} for steps in (64, 512, 2048)
+    ],
     "Qwen3-235B shape, pp 4 x dp 4 x tp 4, ep 16": [EXPERTS_CASE],
 }
 
@@ -102,7 +105,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case["model"] == "linear":
         return run_first(case)
     import torch
-    from models import gpt2_on_meta, llama_on_meta, qwen3_235b_on_meta
+    from models import StateSpaceLoop, gpt2_on_meta, llama_on_meta, qwen3_235b_on_meta
 
     from shardwright.frontend.files.module_files import Order, generate
     from shardwright.frontend.files.module_source import ModuleSource
@@ -116,9 +119,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             "llama": lambda: llama_on_meta(case["layers"]),
             "gpt2": lambda: gpt2_on_meta(case["layers"], case["heads"], case["head_size"]),
             "qwen3-235b": lambda: qwen3_235b_on_meta(case["layers"]),
+            "steps": StateSpaceLoop,
         }[case["model"]]
         model = make()
         tokens = torch.zeros(4 * case.get("dp", 1), 512, dtype=torch.int64)
+        given: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        if case["model"] == "steps":  # as many as it would have layers
+            given = {"x": torch.zeros(4, case["layers"], 64)}
         with tempfile.TemporaryDirectory() as folder:
             pipeline: dict[str, Any] = {
                 "num_stages": case.get("stages", 1),
@@ -138,7 +145,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             made = generate(
                 Order(
                     source=ModuleSource.of(type(model), lambda: model),
-                    dummy_args={"input_ids": tokens, "labels": tokens, "use_cache": False},
+                    dummy_args=given,
                     policy=policy,
                     config=config,
                     directory=Path(folder) / "generated",

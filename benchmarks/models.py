@@ -132,3 +132,25 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class StateSpaceLoop(nn.Module):
+    """``forward(x)``, [B, S, 64], gives a loss: a selective scan, written out step by step in
+    Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mixed = nn.Linear(64, 128), nn.Linear(64, 32)
+        self.a, self.out = nn.Parameter(torch.randn(64, 16)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, dt = self.into(x).chunk(2, -1)
+        b, c = self.mixed(x).chunk(2, -1)
+        dt, decay = F.softplus(dt), -torch.exp(self.a)
+        state, made = x.new_zeros(x.shape[0], 64, 16), []
+        for t in range(x.shape[1]):
+            state = torch.exp(dt[:, t, :, None] * decay) * state
+            state = state + dt[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
+            made.append((state * c[:, t, None]).sum(-1))
+        return self.out(torch.stack(made, 1)).square().mean()

@@ -46,6 +46,11 @@ GATHER_SHARE, BEGIN_SHARE = 0.2, 0.7
 with.
 """
 
+SHORTEST = 10.0
+"""A limit of less than that many times what it takes to estimate all meshes leaves time for plans
+of one mesh and little else: making these may take the larger share.
+"""
+
 
 class SimplePolicies:
     """The part of a search that audits the plans of simple policies which may be the best.
@@ -82,12 +87,14 @@ class SimplePolicies:
         self.clock.reserve(self._kept / 2)
         # Plans of the meshes that likely take least, as many as the time allows.
         found: list[tuple[SimplePlan, PipelineMesh]] = []
+        is_shortest = self.clock.limit_s < SHORTEST * self.state.estimates_s
+        share = BEGIN_SHARE if is_shortest else GATHER_SHARE
         for number, where in enumerate(
             sorted(left, key=self.state.likely_s if len(left) > 1 else None)
         ):
             if number and self.clock.spent() > GATHER_SHARE:
                 break
-            listing = self._plans(where, BEGIN_SHARE, likely=True)
+            listing = self._plans(where, share, likely=True)
             found += [(simple, where) for simple in listing.found]
         # The least first; what does not fit in memory is passed over.
         for simple, where in sorted(found, key=lambda item: item[0].least_s):

@@ -8,6 +8,7 @@ rows, exact elimination, repair and moves.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,11 @@ MAX_JOIN = 1 << 18
 MAX_STEPS = 25
 """Evaluations of the relaxation per part."""
 
-SMALLEST, LARGEST = 30, 1000
-"""Nodes of a part: it grows when parts of a size bring nothing, and starts small again at the
-end.
-"""
+SMALLEST, LARGEST = 30, 4000
+"""Nodes of a part: sizes double from the one to the other."""
 
 MAX_FAILURES = 12
-"""Parts of one size in a row that bring nothing before the size doubles."""
+"""How many parts of each size in a row bring nothing before a round is over."""
 
 
 @dataclass
@@ -72,7 +71,7 @@ def improve_parts(
         choice: among the strategies left, by node of the problem.
         progress: better choices are proposed to it.
         expand: how to make a choice of the problem; that of the network if None.
-        rounds: how often all sizes of parts are gone through without an improvement before it ends.
+        rounds: how many rounds without an improvement end it.
         until_s: end when no more seconds than these are left.
         prices: what room costs at each moment, as far as that is known: parts begin with these.
     """
@@ -93,23 +92,25 @@ def improve_parts(
     state = _State(network, choice.copy(), used, rows_of, used_over_time, prices)
     rng = np.random.default_rng(0)
     nodes = sorted(network.costs)
-    # Parts begin small. A size that brings nothing for a while is doubled; after the largest,
-    # again.
-    size, failures, idle = SMALLEST, 0, 0
-    while not progress.done and idle < rounds and progress.left_s > until_s:
+    # All sizes in turn: small parts take little time, and large ones find what needs many changes.
+    sizes = [SMALLEST]
+    while 2 * sizes[-1] <= min(LARGEST, 2 * len(nodes)):
+        sizes.append(2 * sizes[-1])
+    failures = 0
+    for size in itertools.cycle(sizes):
+        if progress.done or failures >= rounds * MAX_FAILURES * len(sizes):
+            break
+        if progress.left_s <= until_s:
+            break
         if _improve(state, _part_of(state, nodes, size, rng), progress):
-            failures = idle = 0
+            failures = 0
             progress.propose(
                 expand(state.choice)
                 if expand
                 else network.expand(dict(enumerate(state.choice.tolist())))
             )
-            continue
-        failures += 1
-        if failures >= MAX_FAILURES:
-            failures, size = 0, size * 2
-            if size > min(LARGEST, 2 * len(nodes)):
-                size, idle = SMALLEST, idle + 1
+        else:
+            failures += 1
     return state.choice
 
 

@@ -44,12 +44,11 @@ BATCH_DIMS = {"input_ids": 0, "labels": 0}
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
-    """The dense rows, one for each plan of a model on a number of devices."""
+    """One row for each plan of a model on a number of devices."""
     kept: dict[object, Row] = {}
     for row in rows:
         work = (row.study, row.model, row.sizes, row.gpu, row.gpus, row.batch)
-        if not row.experts:
-            kept.setdefault((*work, row.plan_text, row.microbatch), row)
+        kept.setdefault((*work, row.plan_text, row.microbatch), row)
     return list(kept.values())
 
 
@@ -144,10 +143,10 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
     tables = arguments.table or sorted(TABLES.glob("*.csv"))
-    rows = distinct([row for table in tables for row in read_rows(table)])
-    rows = [row for row in rows if arguments.study in row.study]
+    rows = [row for table in tables for row in read_rows(table)]
+    rows = [row for row in rows if arguments.study in row.study and not row.experts]
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
-    said = [row for row in rows if refusal(row) is None]
+    said = distinct([row for row in rows if refusal(row) is None])
     print(heading(["row", "study", "model", "GPUs"]), flush=True)
     for row in spread(said, arguments.most):
         most_ranks = arguments.most_ranks if arguments.free else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,60 @@ def test_a_loop_that_is_not_shown_to_be_one_stays_unrolled(kind: str) -> None:
     and random numbers, in training.
     """
     assert num_loops(Loop(kind), inputs()) == 0
+
+
+class RandomLoop(nn.Module):
+    """A loop of random updates of random states, of which random results are kept."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.linear, self.mixed = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.decay = nn.Parameter(torch.rand(8) * 0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        # Drawn anew in every call, so that all calls are the same.
+        draw, first = random.Random(self.seed), self.linear(x[:, 1])
+        steps = range(draw.choice([0, 1, 2]), x.shape[1] - draw.choice([0, 1, 3]))
+        states = [draw.choice([x[:, 0], torch.zeros_like(first), first]) for _ in range(3)]
+        updates = [[draw.randrange(n) for n in (5, 3, 3)] for _ in range(draw.choice([2, 3, 5]))]
+        kept, written, total = [], torch.zeros_like(y), x.new_zeros(())
+        for t in reversed(steps) if draw.random() < 0.3 else steps:
+            for kind, to, of in updates:
+                states[to] = self.updated(kind, states[to], states[of], x[:, t])
+            kept.append(states[0])
+            written[:, t] = states[0] * 1.5
+            total = total + (states[0] * y[:, t]).mean()
+        results = [
+            lambda: torch.stack(kept, 1).sin().mean() + first.mean(),
+            lambda: F.mse_loss(written, y) + first.mean(),
+            lambda: states[0].square().sum() + states[2].mean() + first.mean(),
+            lambda: total / len(kept) + first.mean(),
+            lambda: torch.stack(kept[::-1]).square().mean() + kept[5].mean() + first.mean(),
+            lambda: torch.stack(kept[2:-1], 2).sin().mean() + first.mean(),
+        ]
+        return draw.choice(results)()
+
+    def updated(self, kind: int, state: Tensor, other: Tensor, x: Tensor) -> Tensor:
+        if kind == 0:
+            return torch.tanh(other + x)
+        if kind == 1:
+            return state * self.decay + self.linear(x)
+        if kind == 2:
+            return state * torch.sigmoid(other) + x
+        if kind == 3:
+            return torch.tanh(self.mixed(other))
+        return torch.where(x > 0, state, other * 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["data", "tp"])
+def test_random_loops_compute_what_their_models_do(policy: str) -> None:
+    num_rolled = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model, given = RandomLoop(seed), inputs(24)
+        num_rolled += num_loops(model, given)
+        report = verify(model, given, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1)
+        assert report.ok, f"seed {seed}: {report}"
+    assert num_rolled >= 12  # the results of the others do not read the loop

@@ -80,7 +80,7 @@ class _Finder:
         if marks is None:
             return None
         others = {"scale": op.arg("scale"), "dropout_p": op.arg("dropout_p", 0.0)}
-        if marks.is_causal((query.shape[-2], key.shape[-2])):
+        if self._is_causal(marks, query, key, others["scale"]):
             causal = {**others, "is_causal": True}
             return self._grouped(op, query, key, value, causal, op.arg("enable_gqa", False))
         return self._attention(op, query, key, value, {**marks.arguments, **others})
@@ -115,6 +115,14 @@ class _Finder:
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
             return None
         return self._made(op, "attention_where", (query, key, value), others)
+
+    @staticmethod
+    def _is_causal(marks: MaskMarks, query: IRValue, key: IRValue, scale: Arg) -> bool:
+        """Whether torch's operator may be told ``is_causal`` in the place of a mask."""
+        # Its kernels scale what they have hidden: minus infinity becomes nan or infinity where the
+        # scale is zero or less. A mask they add behind the scale.
+        is_positive = scale is None or (isinstance(scale, int | float) and scale > 0)
+        return is_positive and marks.is_causal((query.shape[-2], key.shape[-2]))
 
     @staticmethod
     def _made(
@@ -230,7 +238,7 @@ class _Finder:
             added = mask if bias is None else bias.value
             others |= {"cap": products.cap, "sinks": sinks, "attn_mask": added}
             return self._with_sums(self._attention(op, query, key, value, others), bias)
-        if marks is not None and marks.is_causal(lengths):
+        if marks is not None and self._is_causal(marks, query, key, products.scale):
             return self._grouped(op, query, key, value, {**others, "is_causal": True})
         if marks is not None:
             return None

@@ -120,7 +120,9 @@ def kernel_for(
 
 def _for_block(kernel: Kernel, block: Block) -> Kernel:
     """The kernel, or the one that serves a block which this one does not."""
-    if block.flat:
+    # Kernels hide keys before they multiply by the scale: minus infinity becomes nan or infinity
+    # where that is zero or less.
+    if block.flat or not block.scale > 0:
         return WrittenOut()
     if block.bias is not None and isinstance(kernel, CudaFlash):
         return CudaEfficient()

@@ -416,6 +416,36 @@ def test_masks_that_follow_from_values_are_those_of_one_device(
     plans.check_policy(model, inputs, "cp", 3, tmp_path, pas_config={"cp_mode": mode})
 
 
+class Scaled(nn.Module):
+    """Attention with any scale, to earlier keys, to later ones, and written out."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.qkv = scale, nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(2, 7, 12, 4).transpose(1, 2).split(4, 1)
+        place = torch.arange(7)
+        earlier = place[None, :] <= place[:, None]
+        out = x.new_zeros(())
+        for mask in (earlier, place[None, :] >= place[:, None]):
+            attended = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self.scale
+            )
+            out = out + attended.square().mean()
+        scores = query @ key.transpose(-1, -2) * self.scale
+        return out + (torch.where(earlier, scores, -torch.inf).softmax(-1) @ value).square().mean()
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize(("policy", "options"), [("data", {}), ("cp", {"cp_mode": "ring"})])
+def test_a_scale_of_zero_or_less_is_that_of_one_device(
+    scale: float, policy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model, inputs = Scaled(scale).double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
+    plans.check_policy(model, inputs, policy, 2, tmp_path, pas_config=options)
+
+
 class Biased(nn.Module):
     """Attention written out, with a learned bias: behind a cap, or beside sinks and a mask that
     follows from values. ``reads``: the weights are read elsewhere.

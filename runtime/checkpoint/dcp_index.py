@@ -16,7 +16,7 @@ tensors beside ``"optimizer"``, as torchtitan has them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,12 @@ class _Folder:
         """The index, and what is left out of it."""
         above = self._above()
         module = self._module(above)
+        optimizer = self._optimizer(above, module)
         index = Index(
             "Module",  # for messages only
-            module,
+            _tied(module, () if optimizer is None else optimizer.names),
             self._files(),
-            optimizer=self._optimizer(above, module),
+            optimizer=optimizer,
             step=self._step(above),
         )
         index = self._with_own(above, index)
@@ -363,6 +364,27 @@ class _Folder:
 
 
 _UNREAD = object()
+
+
+def _tied(
+    tensors: Mapping[str, TensorRecord], first_names: Collection[str]
+) -> dict[str, TensorRecord]:
+    """The tensors, each once: names that lie in the same places of the same files are one tied
+    tensor. It is called by the first of them, or by one of ``first_names``, by which the optimizer
+    knows it; the others are its aliases.
+    """
+    names: dict[Any, list[str]] = {}
+    for name, record in tensors.items():
+        # Tensors without elements lie nowhere, so that nothing says that two of them are one. What
+        # lies in one place with two shapes or dtypes is no tied tensor, and is refused later.
+        places = frozenset(record.pieces) or name
+        names.setdefault((places, record.shape, record.dtype), []).append(name)
+    found = {}
+    for together in names.values():
+        first = next((name for name in together if name in first_names), together[0])
+        aliases = tuple(name for name in together if name != first)
+        found[first] = replace(tensors[first], aliases=aliases)
+    return found
 
 
 def _encoded(options: Mapping[str, Any]) -> dict[str, Any]:

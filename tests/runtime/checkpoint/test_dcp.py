@@ -81,6 +81,46 @@ def test_fsdp_loads_under_a_plan_and_back(tmp_path: Path) -> None:
     assert step == 3
 
 
+class Tied(nn.Module):
+    """A vocabulary's table whose weight is that of the head, too, as GPT-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+        # Tensors without elements lie nowhere: that makes them no tied ones.
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def test_tied_weights_there_and_back(tmp_path: Path) -> None:
+    """What we wrote of a model with tied weights is read with all names, and loads."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), **c.ADAMW)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    shardwright.save_checkpoint(tmp_path / "ours", model, optimizer, step=1)
+    ours = shardwright.read_checkpoint(tmp_path / "ours")
+    there = ["convert", str(tmp_path / "ours"), str(tmp_path / "dcp"), "--to", "dcp"]
+    assert main(there) == 0
+    for form in ("shardwright", "full"):
+        assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / form), "--to", form]) == 0
+        back = shardwright.read_checkpoint(tmp_path / form)
+        assert back.module.keys() == model.state_dict().keys()
+        c.assert_same(dict(back.module), dict(ours.module))
+        assert back.module["head.weight"] is back.module["table.weight"]
+        c.assert_same(numbered(back.optimizer), numbered(ours.optimizer))
+    other = Tied()
+    others = torch.optim.AdamW(other.parameters(), **c.ADAMW)
+    assert shardwright.load_checkpoint(tmp_path / "dcp", other, others).step == 1
+    c.assert_same(other.state_dict(), model.state_dict())
+    assert other.head.weight is other.table.weight
+
+
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))

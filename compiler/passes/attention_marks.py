@@ -29,6 +29,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
+from shardwright.compiler.passes.attention_spelling import spelled
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
 from shardwright.compiler.passes.written_out import Bias, Chain, Products
 
@@ -40,12 +41,12 @@ def with_marks(graph: IRGraph) -> IRGraph:
     """The graph with attention as ``attention_where`` where its mask is known to be one of marks;
     without what made the masks, if nothing else reads them.
     """
-    finder = _Finder(graph)
-    found = {op.name: made for op in graph.ops if (made := finder.of(op)) is not None}
+    read = spelled(graph)
+    finder = _Finder(read.graph)
+    found = {op.name: made for op in read.graph.ops if (made := finder.of(op)) is not None}
     if not found:
         return graph
-    found |= {op.name: op for op in finder.sums}
-    return graph.with_ops(tuple(found.get(op.name, op) for op in graph.ops)).live()
+    return read.with_found(found | {op.name: op for op in finder.sums})
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,9 @@ class _Finder:
         plain = None
         if drops and sinks is None:
             plain = self._plain(op, logits, value, rate, gives_zeros)
-        scores = None if plain is not None else self._scores(logits, gives_zeros)
+        # A sink takes the weight of a query that sees no key.
+        has_zeros = gives_zeros or sinks is not None
+        scores = None if plain is not None else self._scores(logits, has_zeros)
         if scores is None:
             if plain is None and (sinks is not None or not drops):
                 plain = self._plain(op, logits, value, rate, gives_zeros, sinks)
@@ -281,8 +284,9 @@ class _Finder:
         if self._chain.num_uses(scores) != 1 or sinks.shape[-1] != 1:
             return None
         expanded = self._reader.made_by(sinks, "expand")
-        viewed = self._reader.made_by(expanded.operands[0], "reshape", "view") if expanded else None
-        if viewed is None or viewed.operands[0].ndim != 1:
+        views = "reshape", "view", "getitem"
+        viewed = self._reader.made_by(expanded.operands[0], *views) if expanded else None
+        if viewed is None or viewed.operands[0].ndim != 1 or len(viewed.operands) != 1:
             return None
         heads = viewed.operands[0]
         return (scores, heads) if viewed.results[0].shape == (1, *heads.shape, 1, 1) else None

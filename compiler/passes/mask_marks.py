@@ -32,7 +32,11 @@ from shardwright.runtime.visible_keys import Band, Bands
 _TURNED = {"eq": "eq", "le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
 """A comparison with its sides exchanged."""
 
-_DENIED = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+_DENIED = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le", "ne": "eq"}
+
+_NOT = frozenset(("bitwise_not", "logical_not"))
+_AND = frozenset(("bitwise_and", "logical_and"))
+_OR = frozenset(("bitwise_or", "logical_or"))
 
 _PASSED_ON = frozenset(("expand", "to", "contiguous", "clone", "detach"))
 """Operators whose result says what their operand does, as far as dims are counted from the last."""
@@ -49,6 +53,8 @@ class MaskMarks:
 
     atoms: tuple[Atom, ...]
     bands: Bands | None
+    sees_itself: bool = False
+    """Whether every query is known to see the key at its own position."""
 
     @property
     def arguments(self) -> Mapping[str, Arg]:
@@ -73,6 +79,8 @@ class MaskMarks:
     @property
     def all_see(self) -> bool:
         """Whether every query is known to see a key."""
+        if self.sees_itself:
+            return True
         if self.atoms or self.bands is None:
             return not self.atoms
         return sum(band.stop - band.start for band in self.bands) == self.bands[-1].stop
@@ -130,12 +138,51 @@ class MaskReader:
         # values (padding, documents) is compared at run time.
         by_size = [atom for atom in found if self._is_by_size(atom)]
         by_value = [atom for atom in found if atom not in by_size]
-        if not by_size and not bands:
-            return MaskMarks(tuple(by_value), None)
-        made = self._bands(by_size, bands, lengths)
-        if made is not None:
-            return MaskMarks(tuple(by_value), made)
-        return None if bands else MaskMarks(tuple(found), None)
+        made = self._bands(by_size, bands, lengths) if by_size or bands else None
+        if made is None and bands:
+            return None
+        atoms = tuple(found if made is None else by_value)
+        return MaskMarks(atoms, made, self._sees_itself(atoms, made, lengths))
+
+    def _sees_itself(
+        self, atoms: tuple[Atom, ...], bands: Bands | None, lengths: tuple[Size, Size]
+    ) -> bool:
+        """Whether every query is known to see the key at its own position."""
+        if lengths[0] != lengths[1]:
+            return False
+        # A band's ends move evenly: what holds of its first and last query holds of all.
+        for band in bands or ():
+            for query in (band.start, band.stop - 1):
+                step = query - band.start
+                low, end = band.low + step * band.low_step, band.end + step * band.end_step
+                if not low <= query < end:
+                    return False
+        if bands is not None and sum(b.stop - b.start for b in bands) != lengths[0]:
+            return False
+        # A document is its own, and a position is not behind itself.
+        return all(
+            name in ("eq", "le", "ge") and self._are_of_one(left, right, lengths[0])
+            for left, name, right in atoms
+        )
+
+    def _are_of_one(self, left: Arg, right: Arg, length: Size) -> bool:
+        """Whether a mark of queries and one of keys are the same numbers, by their positions."""
+        if not (isinstance(left, IRValue) and isinstance(right, IRValue)):
+            return False
+        if min(left.ndim, right.ndim) < 2 or left.shape[-2] != length or right.shape[-1] != length:
+            return False
+        return self._source(left) == self._source(right)
+
+    def _source(self, mark: IRValue) -> tuple[IRValue, tuple[Size, ...]]:
+        """What a mark is a view of, with dims of size 1 more or less; and its other dims."""
+        kept = _long(mark)
+        while (op := self.made_by(mark, *_NEW_DIMS, *_PASSED_ON)) is not None:
+            if len(op.operands) != 1 or op.operands[0].dtype != mark.dtype:
+                break
+            if _long(op.operands[0]) != kept:
+                break
+            mark = op.operands[0]
+        return mark, kept
 
     def _bands(
         self, atoms: list[Atom], bands: list[Bands], lengths: tuple[Size, Size]
@@ -171,44 +218,55 @@ class MaskReader:
         values = [mark for mark in (atom[0], atom[2]) if isinstance(mark, IRValue)]
         return all(math.prod(v.shape[:-2]) == 1 and self._folded.known(v) for v in values)
 
-    def _collect(self, value: Arg, found: list[Atom], bands: list[Bands]) -> bool:
-        """Add what a part of a mask says to ``found`` or ``bands``; false if it cannot be said."""
+    def _collect(
+        self, value: Arg, found: list[Atom], bands: list[Bands], *, denied: bool = False
+    ) -> bool:
+        """Add what a part of a mask says to ``found`` or ``bands``; false if it cannot be said.
+        ``denied``: the part tells what is hidden.
+        """
         if not isinstance(value, IRValue):
-            return value is True
+            return value is not denied and isinstance(value, bool)
         if value.dtype != torch.bool:
             return False
         op = self._producers[value.name][0] if value.name in self._producers else None
+        if op is not None and op.target in _NOT and op.operands[0].dtype == torch.bool:
+            return self._collect(op.operands[0], found, bands, denied=not denied)
         of_queries, of_keys = _positions(value)
         # Truth along queries alone or keys alone, as padding has it, is a mark by itself.
         if not (of_queries and of_keys):
-            if op is not None and op.target == "ones":
+            if op is not None and op.target == "ones" and not denied:
                 return True
             if not _is_mark(value):
                 return False
-            found.append((value, "eq", True) if of_queries else (True, "eq", value))
+            truth = not denied
+            found.append((value, "eq", truth) if of_queries else (truth, "eq", value))
             return True
         if op is None:
-            return self._by_size(value, bands)
-        if op.target in ("bitwise_and", "logical_and"):
+            return self._by_size(value, bands, denied)
+        # What is hidden by one or the other is seen where neither hides it.
+        if op.target in (_OR if denied else _AND):
+            before = len(found), len(bands)
             sides = (op.arg("input"), op.arg("other"))
-            return all(self._collect(side, found, bands) for side in sides)
+            if all(self._collect(side, found, bands, denied=denied) for side in sides):
+                return True
+            # Sides of which one says nothing may follow from sizes together.
+            del found[before[0] :], bands[before[1] :]
+            return self._by_size(value, bands, denied)
         # Casts, copies and new dims leave truth as it is: look behind them.
         (operand, *_) = op.operands
-        if op.target in _PASSED_ON and operand.dtype == torch.bool:
-            return self._collect(operand, found, bands)
-        if op.target in _NEW_DIMS and operand.ndim == 2 and operand.shape == value.shape[-2:]:
-            return self._collect(operand, found, bands)
-        atom = self._comparison(op)
+        is_same = op.target in _NEW_DIMS and operand.ndim == 2
+        is_same = is_same and operand.shape == value.shape[-2:]
+        if operand.dtype == torch.bool and (op.target in _PASSED_ON or is_same):
+            return self._collect(operand, found, bands, denied=denied)
+        atom = self._comparison(op, denied)
         if atom is not None:
             found.append(atom)
             return True
-        return self._by_size(value, bands)
+        return self._by_size(value, bands, denied)
 
-    def _comparison(self, op: IROp) -> Atom | None:
-        name = op.target
-        if name in ("bitwise_not", "logical_not") and op.operands[0].name in self._producers:
-            op = self._producers[op.operands[0].name][0]
-            name = _DENIED.get(op.target, "")
+    @staticmethod
+    def _comparison(op: IROp, denied: bool) -> Atom | None:
+        name = _DENIED.get(op.target, "") if denied else op.target
         if name not in _TURNED:
             return None
         left, right = op.arg("input"), op.arg("other")
@@ -221,7 +279,7 @@ class MaskReader:
             return left, _TURNED[name], right
         return None
 
-    def _by_size(self, value: IRValue, bands: list[Bands]) -> bool:
+    def _by_size(self, value: IRValue, bands: list[Bands], denied: bool) -> bool:
         """Whether a mask follows from sizes and is an interval for each query; then its bands."""
         if math.prod(value.shape[:-2]) != 1 or not all(map(is_static, value.shape)):
             return False
@@ -229,6 +287,8 @@ class MaskReader:
             return False
         mask = self._folded.of(value)
         assert mask is not None
+        if denied:
+            mask = mask.logical_not()
         # By query: the first key it sees and the one behind the last; ``exact``: it sees all
         # between.
         low, end, exact = runs_of(mask.view(mask.shape[-2:]))
@@ -236,6 +296,10 @@ class MaskReader:
             return False
         bands.append(bands_of(low.squeeze(1), end.squeeze(1)))
         return True
+
+
+def _long(value: IRValue) -> tuple[Size, ...]:
+    return tuple(size for size in value.shape if size != 1)
 
 
 def _positions(value: Arg) -> tuple[bool, bool]:

@@ -446,6 +446,61 @@ def test_a_scale_of_zero_or_less_is_that_of_one_device(
     plans.check_policy(model, inputs, policy, 2, tmp_path, pas_config=options)
 
 
+class ByHand(nn.Module):
+    """Attention as it is written by hand: scores filled where they are hidden, products by
+    ``einsum``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(16, 48)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(2, 7, 12, 4).split(4, 2)
+        if self.kind == "einsum":
+            scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * 0.5
+            return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).square().mean()
+        place = torch.arange(7)
+        hidden, least = place[None, :] > place[:, None], -torch.inf
+        if self.kind == "turned einsum":
+            scores = torch.einsum("...kd,...qd->...qk", key.transpose(1, 2), query.transpose(1, 2))
+            weights = scores.masked_fill(hidden, least).softmax(-1)
+            return torch.einsum("bkhd,bhqk->bhqd", value, weights).square().mean()
+        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
+        scores = query @ key.transpose(-1, -2) / 2
+        if self.kind == "zeros":
+            hidden = torch.ones(7, 7).tril() == 0
+        elif self.kind == "documents":
+            others = documents[:, None, :, None] != documents[:, None, None, :]
+            hidden, least = hidden | others, torch.finfo(scores.dtype).min
+        elif self.kind == "cap":
+            scores, hidden = 3.0 * torch.tanh(scores / 3.0), ~(place[None, :] <= place[:, None])
+        elif self.kind == "sinks":
+            hidden = hidden | (documents == 0)[:, None, None, :]  # some queries see no key
+        scores = scores.masked_fill(hidden, least)
+        if self.kind == "sinks":
+            sinks = self.sinks[None, :, None, None].expand(2, 4, 7, 1)
+            return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value).square().mean()
+        return (scores.softmax(-1) @ value).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["zeros", "documents", "cap", "sinks", "einsum", "turned einsum"])
+@pytest.mark.parametrize(
+    "mode",
+    ["ring", pytest.param("ulysses", marks=slow), pytest.param("gather", marks=slow)],
+)
+def test_attention_that_is_written_by_hand_goes_round(kind: str, mode: str, tmp_path: Path) -> None:
+    inputs = {
+        "x": torch.randn(2, 7, 16, dtype=torch.float64),
+        "documents": torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]]),
+    }
+    compiled, _ = plans.check_policy(
+        ByHand(kind).double(), inputs, "cp", 2, tmp_path, pas_config={"cp_mode": mode}
+    )
+    assert "softmax" not in compiled.files["gencode0.py"]
+
+
 class Biased(nn.Module):
     """Attention written out, with a learned bias: behind a cap, or beside sinks and a mask that
     follows from values. ``reads``: the weights are read elsewhere.

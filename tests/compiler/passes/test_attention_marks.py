@@ -113,6 +113,21 @@ def test_attention_written_out_is_torchs_operator() -> None:
     assert isinstance(mask, IRValue) and mask.shape == (2, 3, 6, 6) and mask.requires_grad
 
 
+def test_what_is_no_attention_keeps_its_spelling() -> None:
+    """Beside attention that is found, whose product has another order of dims."""
+
+    def attend(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.einsum("bhqd,bhkd->bhqk", x, x).masked_fill(~earlier(x), -1e38).softmax(-1)
+        found = torch.einsum("bhqk,bhkd->bqhd", weights, x)
+        return found, torch.einsum("bhqd,bhkd->bqhk", x, x).masked_fill(~counts, 0.0)
+
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    graph = plans.annotated(plans.traced(Attention(attend), inputs))
+    targets = [op.target for op in graph.ops if op.target not in ("mul", "bitwise_not")]
+    assert targets == ["attention_where", "permute", "einsum", "masked_fill"]
+    assert [value.shape for value in graph.outputs] == [(2, 6, 3, 4), (2, 6, 3, 6)]
+
+
 def attention_of(attend: Callable[[Tensor, Tensor], object]) -> list[IROp]:
     inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
     graph = plans.annotated(plans.traced(Attention(attend), inputs))

@@ -11,6 +11,7 @@ each of them used. What has not started by then starts in :meth:`Reducer.sum_gra
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.runtime.bucket import Bucket, Named
+from shardwright.runtime.bucket import Bucket, GradientSum, Named
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.training.agreement import TrainingAgreement
 
@@ -64,6 +65,7 @@ class Reducer:
         self._next = 0  # the first bucket that has not started
         self._holding = False
         self._is_cleared = True
+        self._has_warned = False
         self.agreement: TrainingAgreement | None = None
         self._pre_hooks: Hooks = OrderedDict()
         self._post_hooks: Hooks = OrderedDict()
@@ -209,11 +211,31 @@ class Reducer:
             self.reopen()
         if (self.asynchronous or self.frees_gradients) and not self._holding:
             self._refuse_second_backward(bucket, index)
+        if not (bucket.is_local or self._has_warned):
+            self._warn_of_hooks(bucket.members[index])
         if bucket.members[index].parameter.grad is not None:
             bucket.take(index)
         if (self.asynchronous or self.frees_gradients) and not self._holding:
             bucket.arrived.add(index)
             self._start_complete()
+
+    def _warn_of_hooks(self, member: GradientSum) -> None:
+        """Warn, once, of hooks on a parameter: they see what is not summed yet."""
+        parameter = member.parameter
+        # One hook on the accumulated gradient is this reducer's own.
+        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+        if not parameter._backward_hooks and len(accumulated) < 2:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"hooks on the parameter {member.name!r} are given this rank's summand of the "
+            "gradient, not the gradient of one device\n"
+            f"  why:   the summands of {member.communicator.size} ranks are added behind backward\n"
+            "  try:   multiplying by a number is right in a hook; for anything else call "
+            "optimizer.sync_shard_grad() behind backward and change gradients then, or use "
+            "optimizer.register_reducer_post_hook",
+            stacklevel=2,
+        )
 
     def _start_complete(self) -> None:
         """Start buckets in order as far as they are complete."""

@@ -2,6 +2,8 @@
 would count twice.
 """
 
+import warnings
+
 import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
@@ -123,6 +125,43 @@ def test_hooks_see_flat_gradients_before_and_after(files):
     sum(reference(*make_batch(unit)) for unit in range(2)).backward()
     for gradient in run_ranks(2, train):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_whose_gradients_are_summed_later_are_said_once(files, register):
+    def train(rank):
+        module = load_class(files)()
+        optimizer = build_optimizer(module, adamw)
+        for parameter in filter(lambda x: x.requires_grad, module.parameters()):
+            getattr(parameter, register)(lambda gradient: None)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(*make_batch(rank)).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"(?s)summand.*summands of 2 ranks.*sync_shard") as told:
+        run_ranks(2, train)
+    assert len([w for w in told if "hooks on the parameter" in str(w.message)]) == 2  # one a rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(1, train)  # a rank alone has the gradient
+
+
+def test_gradients_may_be_changed_once_they_are_summed(files):
+    def train(rank):
+        module = load_class(files)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.5)
+        module(*make_batch(rank)).backward()
+        optimizer.sync_shard_grad()
+        module.norm.weight.grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+        return module.norm.weight.detach().clone()
+
+    reference = make_model()
+    sum(reference(*make_batch(unit)) for unit in range(2)).backward()
+    expected = reference.norm.weight - 0.5 * reference.norm.weight.grad.clamp(-0.01, 0.01)
+    for weight in run_ranks(2, train):
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -90,7 +91,11 @@ def attention_where(
         def whole_mask() -> Tensor:
             return found().mask((0, query.shape[0]), ((0, positions[0]),), ((0, positions[1]),))
 
-        mask = remembered(given, ("mask", *question), whole_mask)
+        # A graph of torch's compiler holds its operators, not what an earlier call has found.
+        if torch.compiler.is_compiling():
+            mask = whole_mask()
+        else:
+            mask = remembered(given, ("mask", *question), whole_mask)
         key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     samples, dropped = query.shape[0], None

@@ -306,3 +306,24 @@ def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size:
         assert max(work) * size <= EVEN * sum(work)
         assert moved < 0.3 * 2 * length
     assert moves_of(tuple(seen), queries, sum(work)) == ()
+
+
+def test_masks_are_made_inside_of_a_graph() -> None:
+    """What is remembered of marks stays outside of the graphs of torch's compiler."""
+
+    def attend(query: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return attention_where(
+            query,
+            query,
+            query,
+            (1,),
+            (counts[:, None, None],),
+            ("eq",),
+            bands=((0, 6, 0, 1, 0, 1),),
+        )
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    for samples in (4, 6, 2):
+        query = torch.randn(samples, 2, 6, 4, dtype=torch.float64)
+        counts = (torch.arange(6) < torch.arange(samples)[:, None] + 1).long()
+        torch.testing.assert_close(compiled(query, counts), attend(query, counts), rtol=0, atol=0)

@@ -18,6 +18,7 @@ others read on the way stays as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
-from shardwright.compiler.passes.attention_spelling import spelled
+from shardwright.compiler.passes.attention_spelling import Spelled, spelled, unused
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
 from shardwright.compiler.passes.written_out import Bias, Chain, Products
 
@@ -42,11 +43,12 @@ def with_marks(graph: IRGraph) -> IRGraph:
     without what made the masks, if nothing else reads them.
     """
     read = spelled(graph)
-    finder = _Finder(read.graph)
-    found = {op.name: made for op in read.graph.ops if (made := finder.of(op)) is not None}
+    finder = _Finder(read)
+    found = {op.name: (made,) for op in read.graph.ops if (made := finder.of(op)) is not None}
     if not found:
         return graph
-    return read.with_found(found | {op.name: op for op in finder.sums})
+    several = {name: (*finder.before.get(name, ()), *made) for name, made in found.items()}
+    return read.with_found(several | {op.name: (op,) for op in finder.sums})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,14 @@ class _Scores:
 
 
 class _Finder:
-    def __init__(self, graph: IRGraph) -> None:
-        self._reader = MaskReader(graph)
-        self._chain = Chain(graph, self._reader)
+    def __init__(self, read: Spelled) -> None:
+        self._reader = MaskReader(read.graph)
+        self._chain = Chain(read.graph, self._reader)
+        self._taken = read.taken
         self.sums: list[IROp] = []
         """Operators that add up what is added to scores."""
+        self.before: dict[str, tuple[IROp, ...]] = {}
+        """Operators that are new in front of one that was found, by its name."""
 
     def of(self, op: IROp) -> IROp | None:
         """The operator as ``attention_where``; ``None`` if it stays."""
@@ -243,19 +248,40 @@ class _Finder:
             return self._with_sums(self._attention(op, query, key, value, others), bias)
         if marks is not None and self._is_causal(marks, query, key, products.scale):
             return self._grouped(op, query, key, value, {**others, "is_causal": True})
-        if marks is not None:
+        # Marks are read elsewhere, unless a query may see no key by them.
+        if marks is not None and (mask is None or gives_zeros or marks.all_see):
             return None
         if mask is not None:
-            # Torch's operator gives zeros for a query without keys, softmax the mean of all values.
-            if not gives_zeros:
-                return None
-            return self._grouped(op, query, key, value, {**others, "attn_mask": mask})
+            # Torch's operator gives zeros for a query without keys. Softmax gives nan, or the mean
+            # of all values if scores are filled with a number.
+            made = self._grouped(op, query, key, value, {**others, "attn_mask": mask})
+            if gives_zeros or made is None:
+                return made
+            chosen = self._chain.step(logits, "where")
+            is_nan = chosen and self._reader.number(chosen.arg("other")) == -math.inf
+            return self._with_nan(made, mask) if is_nan else None
         if bias is None:
             return self._grouped(op, query, key, value, others)
         if bias.value.dtype != query.dtype:
             return None
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
         return self._with_sums(made, bias)
+
+    def _with_nan(self, made: IROp, mask: IRValue) -> IROp:
+        """Attention that is nan for a query without keys."""
+        (result,) = made.results
+        attended = replace(result, name=unused(f"{made.name}_attended", self._taken))
+        shape = (*mask.shape[:-1], 1)
+        sees = IRValue(unused(f"{made.name}_sees", self._taken), shape, torch.bool)
+        self.before[made.name] = (
+            replace(made, name=attended.name, results=(attended,)),
+            replace(
+                self._made(made, "any", (mask,), {"dim": -1, "keepdim": True}),
+                name=sees.name,
+                results=(sees,),
+            ),
+        )
+        return self._made(made, "where", (sees, attended), {"other": math.nan})
 
     def _with_sums(self, made: IROp | None, bias: Bias | None) -> IROp | None:
         """An operator that was made; it reads the sums of a bias."""

@@ -30,16 +30,18 @@ class Spelled:
 
     graph: IRGraph
     first: Mapping[str, IROp]
+    taken: set[str]
+    """The names of all operators and values."""
 
-    def with_found(self, found: Mapping[str, IROp]) -> IRGraph:
-        """The graph with operators that were found in it, by the names of those that they replace.
+    def with_found(self, found: Mapping[str, Sequence[IROp]]) -> IRGraph:
+        """The graph with operators that were found in it, by the name of the one that they replace.
         All others have their first spelling.
         """
         ops: list[IROp] = []
         ends = {first.name: name for name, first in self.first.items()}
         for op in self.graph.ops:
             if op.name in found:
-                ops.append(found[op.name])
+                ops += found[op.name]
             # The last operator of a spelling has the name of the first one.
             elif op.name in ends and ends[op.name] not in found:
                 ops.append(self.first[ends[op.name]])
@@ -52,13 +54,13 @@ def spelled(graph: IRGraph) -> Spelled:
     """The graph in the one spelling."""
     speller = _Speller(graph)
     ops = tuple(spelling for op in graph.ops for spelling in speller.of(op))
-    return Spelled(graph.with_ops(ops), speller.first)
+    return Spelled(graph.with_ops(ops), speller.first, speller.taken)
 
 
 class _Speller:
     def __init__(self, graph: IRGraph) -> None:
-        self._taken = {value.name for value in graph.sources} | {op.name for op in graph.ops}
-        self._taken |= {value.name for op in graph.ops for value in op.results}
+        self.taken = {value.name for value in graph.sources} | {op.name for op in graph.ops}
+        self.taken |= {value.name for op in graph.ops for value in op.results}
         self.first: dict[str, IROp] = {}
 
     def of(self, op: IROp) -> list[IROp]:
@@ -139,11 +141,8 @@ class _Speller:
 
     def _value(self, name: str, like: IRValue, shape: Sequence[Size]) -> IRValue:
         """A value with a name of its own, made of another one."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
         return IRValue(
-            name,
+            unused(name, self.taken),
             tuple(shape),
             like.dtype,
             requires_grad=like.requires_grad,
@@ -159,6 +158,14 @@ class _Speller:
         return replace(
             op, name=name, target=target, args=opdef.bind(args, named), results=(result,)
         )
+
+
+def unused(name: str, taken: set[str]) -> str:
+    """The name, or a longer one if it is taken; it is taken then."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _terms(op: IROp) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import plans
@@ -111,6 +112,17 @@ def test_attention_written_out_is_torchs_operator() -> None:
     assert {"dropout_p": 0.1, "enable_gqa": True, "scale": 1.0}.items() <= dict(op.args).items()
     mask = op.arg("attn_mask")
     assert isinstance(mask, IRValue) and mask.shape == (2, 3, 6, 6) and mask.requires_grad
+
+
+def test_a_query_without_keys_is_nan_where_scores_are_filled_with_infinity() -> None:
+    def attend(x: Tensor, counts: Tensor) -> Tensor:
+        return (x @ x.transpose(2, 3)).masked_fill(counts, -torch.inf).softmax(-1) @ x
+
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    graph = plans.annotated(plans.traced(Attention(attend), inputs))
+    *_, attention, sees, out = graph.ops
+    assert [attention.target, sees.target] == ["scaled_dot_product_attention", "any"]
+    assert out.target == "where" and math.isnan(out.arg("other"))
 
 
 def test_what_is_no_attention_keeps_its_spelling() -> None:

@@ -172,6 +172,12 @@ def brief(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def _abbreviates(short: str, name: str) -> bool:
+    """Whether ``short`` is two or more letters of ``name``, its first among them, in order."""
+    letters = iter(name)
+    return len(short) > 1 and short[0] == name[:1] and all(each in letters for each in short)
+
+
 def did_you_mean(name: object, known: list[str] | tuple[str, ...]) -> str | None:
     """A hint naming the closest of ``known``, or all of them when nothing is close."""
     import difflib
@@ -180,6 +186,10 @@ def did_you_mean(name: object, known: list[str] | tuple[str, ...]) -> str | None
     # Without case: of all names ``AdamW`` is nearest to ``adamw``, not ``Adam``.
     spelled = {each.casefold(): each for each in known}
     close = difflib.get_close_matches(name.casefold(), spelled, n=1)
+    if not close:
+        # Abbreviations look like little of the name: ``hf`` stands for ``huggingface``.
+        meant = [each for each in spelled if _abbreviates(name.casefold(), each)]
+        close = meant if len(meant) == 1 else []
     return (
         f"did you mean {spelled[close[0]]!r}?"
         if close

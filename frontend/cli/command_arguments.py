@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from shardwright.policies.built_in_policies import BUILT_IN
 from shardwright.runtime.config import ReuseType
+from shardwright.runtime.errors import did_you_mean
 
 HARDWARE = "a100-80gb"
 """The machine where none is named."""
@@ -127,7 +129,7 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instance-name", metavar="NAME", help="tells compiles of one class apart")
     parser.add_argument(
         "--reuse",
-        choices=[mode.value for mode in ReuseType],
+        **_one_of(*(mode.value for mode in ReuseType)),
         default=ReuseType.MOO.value,
         help="what to do with files of an earlier compile (default: %(default)s, compile again if "
         "something changed)",
@@ -319,7 +321,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=("cpu", "cuda"),
+        **_one_of("cpu", "cuda"),
         default="cpu",
         help="what to measure (default: %(default)s)",
     )
@@ -359,7 +361,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=("cpu", "cuda"),
+        **_one_of("cpu", "cuda"),
         help="what to measure (default: cuda where there is some)",
     )
     parser.add_argument(
@@ -408,7 +410,18 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``completion``."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    parser.add_argument("shell", **_one_of("bash", "zsh"), help="for which shell")
+
+
+def _one_of(*choices: str) -> dict[str, Any]:
+    """How to add an argument that is one of some words. Another one is refused with the nearest."""
+
+    def known(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"there is no {text!r}: {did_you_mean(text, choices)}")
+        return text
+
+    return {"type": known, "choices": choices}
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -418,7 +431,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("shardwright", "huggingface", "full", "dcp"),
+        **_one_of("shardwright", "huggingface", "full", "dcp"),
         help="the form to write",
     )
     parser.add_argument(

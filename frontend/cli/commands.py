@@ -264,8 +264,7 @@ file called shardwright, or at the end of ~/.zshrc. Files are completed as ever.
     "convert": Command(
         add_convert,
         "shardwright.runtime.cli:run_convert",
-        """Convert a checkpoint: from ours to Hugging Face's form or that of
-torch.distributed.checkpoint (dcp) and back, or to whole tensors.
+        """Convert a checkpoint to Hugging Face's form, to DCP's, to whole tensors, or to ours.
 
     shardwright convert checkpoints/ exported/ --to huggingface --config base-model/
     shardwright convert base-model/ start/ --to shardwright
@@ -273,8 +272,8 @@ torch.distributed.checkpoint (dcp) and back, or to whole tensors.
     shardwright convert checkpoints/ for-fsdp/ --to dcp
     shardwright convert fsdp-checkpoint/ start/ --to shardwright
 
-Runs on any machine that has the folder: no GPU, no model code, memory for one tensor. Nothing is
-unpickled.""",
+DIR has any of these forms; dcp is that of torch.distributed.checkpoint. Runs on any machine that
+has the folder: no GPU, no model code, memory for one tensor. Nothing is unpickled.""",
     ),
     "merge": Command(
         add_merge,
@@ -310,7 +309,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace | None:
         return None
     given = [ALIASES.get(arguments[0], arguments[0]), *arguments[1:]]
     if not given[0].startswith("-") and given[0] not in COMMANDS:
-        parser.error(f"there is no command {given[0]!r}: {did_you_mean(given[0], tuple(COMMANDS))}")
+        hint = did_you_mean(given[0], (*COMMANDS, *ALIASES))
+        parser.error(f"there is no command {given[0]!r}: {hint}")
     options, rest = parser.parse_known_args(given)
     if rest and not hasattr(options, "rest"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

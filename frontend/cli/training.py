@@ -16,7 +16,7 @@ from shardwright.frontend.training.joining_ranks import (
 from shardwright.frontend.training.launching import start_ranks
 from shardwright.frontend.training.read_settings import read_run
 from shardwright.frontend.training.resuming import checkpoint_to_resume
-from shardwright.frontend.training.run_checks import check_run
+from shardwright.frontend.training.run_checks import check_run, check_settings
 from shardwright.frontend.training.run_settings import RunSettings
 from shardwright.frontend.training.stopping import CONFIG_EXIT_CODE, STOPPED_EXIT_CODE
 from shardwright.frontend.training.trainer import train
@@ -28,14 +28,17 @@ def run_train(options: argparse.Namespace) -> int:
     try:
         read = read_run(options.config, options.rest)
         if options.print_config:
+            # The machine that prints may not be the one that runs: its GPUs say nothing.
+            if read.settings.num_ranks is None:
+                check_settings(read.settings)
+            else:
+                _check(read.settings, read.settings.num_ranks)
             print(read)
             return 0
         # Nobody has started ranks: this process starts them, and waits for them.
         if launcher(os.environ) is None:
             num_ranks = _num_ranks(read.settings)
-            found = checkpoint_to_resume(read.settings, num_ranks)
-            replan = found is not None and found.is_moved_to(num_ranks)
-            check_run(read.settings, num_ranks, replan=replan)
+            _check(read.settings, num_ranks)
             return start_ranks(num_ranks, _command(options))
         with joined_job():
             result = train(read.settings)
@@ -51,6 +54,13 @@ def run_train(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if result.is_complete else STOPPED_EXIT_CODE
+
+
+def _check(settings: RunSettings, num_ranks: int) -> None:
+    """Raise what a run on so many ranks would end with, as far as that shows before it starts."""
+    found = checkpoint_to_resume(settings, num_ranks)
+    replan = found is not None and found.is_moved_to(num_ranks)
+    check_run(settings, num_ranks, replan=replan)
 
 
 def _exit_code(error: BaseException | None) -> int:

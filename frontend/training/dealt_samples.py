@@ -41,6 +41,16 @@ def policy_of(settings: RunSettings) -> Policy:
     return find_policy(load_target(name) if ":" in name else name)
 
 
+def check_microbatch(settings: RunSettings) -> None:
+    """Raise :class:`ConfigError` for a microbatch that no number of ranks can make a step of."""
+    if settings.microbatch is not None and settings.global_batch % settings.microbatch:
+        raise ConfigError(
+            f"the {settings.global_batch} samples of a step do not divide into microbatches of "
+            f"{settings.microbatch}",
+            hint="microbatch is a divisor of global_batch, or left out",
+        )
+
+
 def batches_of(settings: RunSettings, num_ranks: int, *, replan: bool = False) -> Batches:
     """How ``num_ranks`` ranks share a step. ``replan``: take smaller units where ``plan_ngpus``
     does not divide the ranks that there are now.

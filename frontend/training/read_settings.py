@@ -280,10 +280,11 @@ def _value(path: str, annotation: Any, value: Any, given: Mapping[str, Given]) -
         None,
     )
     # YAML has lists for what Python has as tuples.
-    is_list = isinstance(value, tuple)
-    words = kind.words.replace("a tuple", "a list", 1) if is_list else kind.words
-    found = brief(list(value)) if is_list else shown(value)
-    raise ConfigError(f"{path} is {words}", where=origin, why=f"it is {found}")
+    words = kind.words.replace("a tuple", "a list", 1)
+    found = brief(list(value)) if isinstance(value, tuple) else shown(value)
+    # One element alone, where a list of it would do.
+    hint = f"as a list: {_in_yaml([value])}" if kind.accepts((value,)) else None
+    raise ConfigError(f"{path} is {words}", where=origin, why=f"it is {found}", hint=hint)
 
 
 def _as_number(text: str) -> Any:

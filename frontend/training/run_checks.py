@@ -18,12 +18,13 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.frontend.training.dealt_samples import (
     Batches,
     batches_of,
+    check_microbatch,
     options_of,
     policy_of,
 )
 from shardwright.frontend.training.hooks import check_places
 from shardwright.frontend.training.loggers import check_loggers
-from shardwright.frontend.training.run_optimizer import find_optimizer, is_of_torch
+from shardwright.frontend.training.run_optimizer import check_options, find_optimizer, is_of_torch
 from shardwright.frontend.training.run_settings import RunSettings
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.training.user_optimizer import made_of
@@ -35,12 +36,23 @@ def check_run(settings: RunSettings, num_ranks: int, *, replan: bool = False) ->
 
     ``replan``: as for :func:`batches_of`.
     """
+    check_settings(settings)
     batches = batches_of(settings, num_ranks, replan=replan)
     config = config_of(settings, num_ranks, batches, grad_reduction="sum")
     # Functions that are named as ``package.module:name`` are the user's code.
     if ":" not in settings.parallel.policy:
         policy_of(settings).check(config)
+
+
+def check_settings(settings: RunSettings) -> None:
+    """Raise what a run of these settings would end with on any number of ranks, as far as that
+    shows without its model and its data.
+    """
+    if ":" not in settings.parallel.policy:
+        policy_of(settings)
+    check_microbatch(settings)
     if is_of_torch(settings.optimizer.name):
+        check_options(settings.optimizer)
         make = find_optimizer(settings.optimizer.name)
         # Of two dims, which Muon asks for.
         parameters: Mapping[str, nn.Parameter] = {"weight": nn.Parameter(torch.zeros(1, 1))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +12,9 @@ from torch import nn
 
 from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.training.run_settings import OptimizerSettings
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.argument_kinds import kind_of
+from shardwright.runtime.arguments import shown
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
@@ -60,6 +64,28 @@ def find_optimizer(name: str) -> Any:
         return found
     hint = did_you_mean(short, optimizer_names())
     raise ConfigError(f"torch.optim has no optimizer {short!r}", hint=hint)
+
+
+def check_options(settings: OptimizerSettings) -> None:
+    """Raise :class:`ConfigError`, by the path of the setting, for an option that is not of the type
+    that an optimizer of torch declares for it.
+    """
+    make = find_optimizer(settings.name)
+    hints = typing.get_type_hints(make.__init__)
+    defaults = inspect.signature(make.__init__).parameters
+    for name, value in settings.options.items():
+        kind = kind_of(hints.get(name, Any))
+        # YAML has lists for what Python has as tuples.
+        if kind is None or kind.accepts(tuple(value) if isinstance(value, list) else value):
+            continue
+        words = kind.words.replace("a tuple", "a list", 1).replace(" or a torch.Tensor", "")
+        default = defaults[name].default
+        default = list(default) if isinstance(default, tuple) else default
+        raise ConfigError(
+            f"optimizer.options.{name} is {words}",
+            why=f"it is {shown(value)}",
+            hint=f"the default of {settings.name} is {brief(default)}",
+        )
 
 
 def optimizer_names() -> tuple[str, ...]:

@@ -363,12 +363,21 @@ def test_command_lines_that_do_not_parse(capsys):
     assert capsys.readouterr().err.endswith(
         "shardwright: error: there is no command 'pan': did you mean 'plan'?\n"
     )
+    for line, end in (
+        ("mergecheckpoint a b", "no command 'mergecheckpoint': did you mean 'merge-checkpoint'?\n"),
+        ("convert a b --to hf", "argument --to: there is no 'hf': did you mean 'huggingface'?\n"),
+    ):
+        with pytest.raises(SystemExit):
+            main(line.split())
+        assert capsys.readouterr().err.endswith(end)
 
 
 def test_without_a_command_all_of_them_are_listed(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().err
     assert "Search for the best plan for a machine" in shown and "Merge a checkpoint" in shown
+    # A command's line is a whole sentence.
+    assert all(command.text.splitlines()[0].endswith(".") for command in COMMANDS.values())
 
 
 def refusal(act):

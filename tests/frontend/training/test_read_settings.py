@@ -78,6 +78,8 @@ REFUSED = {
     "--optimzer.name=SGD": "did you mean 'optimizer'?",
     "--optimizer.nam=SGD": "did you mean 'optimizer.name'?",
     "--steps=ten": "steps is a whole number or None",
+    "--log.to=tensorboard": "log.to is a list, each element 'tensorboard' or 'wandb'\n"
+    "  where: --log.to\n  why:   it is 'tensorboard', a str\n  try:   as a list: [tensorboard]",
     "--schedule.name=cos": "schedule.name is 'constant' or 'linear' or 'cosine'",
     "--parallel=tp": "parallel has settings of its own",
     "--model.transformers=gpt2": "model.function and model.transformers stand for the same",

@@ -28,6 +28,9 @@ checkpoints: {every_steps: 3, in_background: false}
 hooks: {on_step_end: "dying_hooks:die_once"}
 """
 
+NEED_RANKS = ("--parallel.options={loss_piece: 2}", "--parallel.use_zero=5")
+"""What is refused once the number of ranks is known."""
+
 HOOKS = """
 import os
 def die_once(run, record):
@@ -48,18 +51,30 @@ def test_a_mistake_is_told_before_ranks_are_started(
 ) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.setattr(training, "start_ranks", lambda *_: pytest.fail("ranks are started"))
-    command = ["train", "-c", str(tmp_path / "run.yaml"), "--num_ranks=2"]
+    command = ["train", "-c", str(tmp_path / "run.yaml")]
     for flag, text in (
         ("--optimizer.name=adamw", "did you mean 'AdamW'?"),
+        ("--optimizer.options.lr=foo", "optimizer.options.lr is a number\n  why:   it is 'foo'"),
+        ("--optimizer.options={betas: 0.9}", "optimizer.options.betas is a list of 2 (a number"),
         ("--optimizer.options={lr: -1}", "Invalid learning rate: -1"),
         ("--parallel.options={loss_piece: 2}", "did you mean 'loss_pieces'?"),
         ("--parallel.use_zero=5", "a stage from 0 to 3"),
         ("--hooks={on_step: 'a:b'}", "did you mean 'on_step_end'?"),
         ("--log.to=[wandby]", "it is ['wandby']"),
         ("--hardware=h1000", "did you mean 'h100'?"),
+        ("--parallel.policy=tpp", "did you mean 'tp'?"),
+        ("--global_batch=0", "global_batch is a whole number of at least 1"),
+        ("--microbatch=3", "the 8 samples of a step do not divide into microbatches of 3"),
     ):
-        assert main([*command, flag]) == CONFIG_EXIT_CODE
-        assert text in capsys.readouterr().err, flag
+        # Printing the settings refuses what a run of them refuses, however many ranks it gets.
+        ways = [["--num_ranks=2"], ["--num_ranks=2", "--print-config"]]
+        for more in ways if flag in NEED_RANKS else [*ways, ["--print-config"]]:
+            assert main([*command, *more, flag]) == CONFIG_EXIT_CODE
+            assert text in capsys.readouterr().err, flag
+    # Where nobody has named the ranks, their number is no mistake.
+    of_four = [*command, "--parallel.plan_ngpus=4", "--print-config"]
+    assert main(of_four) == 0
+    assert main([*of_four, "--num_ranks=2"]) == CONFIG_EXIT_CODE
 
 
 def test_a_signal_before_the_first_step(capfd: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.compiler.cost.audit import audit, time_of_step
-from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier, load_hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
@@ -70,14 +70,15 @@ BOUNDS = {
     "memory": (0.3, 1.0),
     "launch_us": (5.0, 500.0),
     "step_ms": (0.1, 100.0),
-    "hidden": (0.01, 1.0),
+    "hidden": (0.01, 0.99),
 }
 """The constants that may be fitted, and the least and most that each may be.
 
 ``products``: the part of the tensor cores' peak that products reach in full rounds of tiles.
 ``memory``: the part of the memory's peak. ``launch_us``: microseconds in which the host launches
 one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm, loss scale).
-``hidden``: the part of all communication that runs beside other work.
+``hidden``: the part of all communication that runs beside other work, so that a device waits for
+the rest. (A step that is bound by its host waits for neither.)
 """
 
 FAR = 0.05
@@ -108,17 +109,29 @@ class Machine:
             changed["linear_dtype"] = row.precision
         if "launch_us" in constants:
             changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
-        return replace(hardware, device=replace(device, **changed))
+        waits = 1 - constants.get("hidden", 0.0)
+        tiers = tuple(_faster(tier, waits) for tier in hardware.tiers)
+        return replace(hardware, device=replace(device, **changed), tiers=tiers)
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """What the cost model says of a row: seconds of a step, and those of them in which a rank
-    communicates.
-    """
+def _faster(tier: Tier, waits: float) -> Tier:
+    """Links on which all messages take this part of their time."""
 
-    step_s: float
-    communication_s: float
+    def rate(bytes_per_s: float | None) -> float | None:
+        return None if bytes_per_s is None else bytes_per_s / waits
+
+    kinds = {
+        kind: Link(waits * link.latency_s, link.bytes_per_s / waits)
+        for kind, link in tier.kinds.items()
+    }
+    return replace(
+        tier,
+        latency_s=waits * tier.latency_s,
+        bytes_per_s=tier.bytes_per_s / waits,
+        uplink_bytes_per_s=rate(tier.uplink_bytes_per_s),
+        fabric_bytes_per_s=rate(tier.fabric_bytes_per_s),
+        kinds=kinds,
+    )
 
 
 class Programs:
@@ -182,16 +195,13 @@ def at_depth(row: Row, found: Sequence[np.ndarray]) -> np.ndarray:
     return found[0] + (layers - depths[0]) * (found[1] - found[0]) / (depths[1] - depths[0])
 
 
-def predict(row: Row, programs: Programs, machine: Machine) -> Predicted:
-    """The time of a row's step."""
+def predict(row: Row, programs: Programs, machine: Machine) -> float:
+    """The seconds of a row's step."""
     hardware, found = machine.hardware(row), []
     for program in programs.of(row):
         cost = time_of_step(program, row.config, hardware, FUSED_ADAM, None, row.num_microbatches)
-        found.append(np.array([cost.step_s, cost.communication_s]))
-    step_s, communication_s = at_depth(row, found).tolist()
-    step_s += 1e-3 * machine.constants.get("step_ms", 0.0)
-    step_s -= machine.constants.get("hidden", 0.0) * communication_s
-    return Predicted(step_s, communication_s)
+        found.append(np.array([cost.step_s]))
+    return float(at_depth(row, found)[0]) + 1e-3 * machine.constants.get("step_ms", 0.0)
 
 
 def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
@@ -205,7 +215,7 @@ def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
 
     def errors(point: np.ndarray) -> np.ndarray:
         machine = Machine(dict(zip(names, np.exp(point).tolist(), strict=True)))
-        seconds = [predict(row, programs, machine).step_s for row in rows]
+        seconds = [predict(row, programs, machine) for row in rows]
         return np.log(seconds) - measured
 
     for _ in range(6):
@@ -357,7 +367,7 @@ def report(
         found = {row.name: predict(row, programs, machine) for row in rows}
         peaks = {row.name: programs.peak_bytes(row) for row in rows} if memory else {}
         tested = [row for row in rows if row.name not in machine.fitted_on]
-        seconds = [found[row.name].step_s for row in tested]
+        seconds = [found[row.name] for row in tested]
         score = Score.of(seconds, [row.iter_s for row in tested])
         pairs += pairs_of_plans(tested, seconds)
         # All published plans ran, so a peak above the device's memory is wrong.
@@ -375,7 +385,7 @@ def report(
         if each:
             console.print(_rows_table(study, rows, found, peaks, machine))
         if pictures is not None:
-            points = [(row.iter_s, found[row.name].step_s) for row in tested]
+            points = [(row.iter_s, found[row.name]) for row in tested]
             write_picture(pictures, study, points)
     console.print(summary)
     console.print(_pairs_table(pairs))
@@ -398,7 +408,7 @@ def memory_of(row: Row) -> float:
 def _rows_table(
     study: str,
     rows: Sequence[Row],
-    found: Mapping[str, Predicted],
+    found: Mapping[str, float],
     peaks: Mapping[str, float],
     machine: Machine,
 ) -> Table:
@@ -412,8 +422,8 @@ def _rows_table(
             str(row.gpus),
             f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
             f"{row.iter_s:.3f}",
-            f"{predicted.step_s:.3f}",
-            f"{predicted.step_s / row.iter_s - 1:+.1%}",
+            f"{predicted:.3f}",
+            f"{predicted / row.iter_s - 1:+.1%}",
             f"{peaks[row.name] / 1e9:.1f}" if peaks else "",
             "fitted" if row.name in machine.fitted_on else "",
         )

@@ -264,11 +264,14 @@ def graph_of(model: str, sizes: Sizes, samples: int) -> PlannableGraph:
 def depths_of(row: Row) -> tuple[int, int] | None:
     """Two numbers of layers a stage whose programs tell what any number costs, as its
     layers repeat; ``None`` where the model itself is as small.
+
+    With fewer layers the head of a model may keep the device busy while the host launches the
+    layers, so that a further layer takes less than one of many does.
     """
     family = family_of(row.model)
     assert family is not None
     layers, period = row.sizes.layers / (row.pp * row.chunks), family.period
-    return None if layers <= 2 * period else (period, 2 * period)
+    return None if layers <= 8 * period else (4 * period, 8 * period)
 
 
 def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:

@@ -210,7 +210,7 @@ def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
     """
     names = list(start.constants)
     low, high = np.log([BOUNDS[name] for name in names]).T
-    at = np.log([start.constants[name] for name in names])
+    at = np.clip(np.log([start.constants[name] for name in names]), low, high)
     measured = np.log([row.iter_s for row in rows])
 
     def errors(point: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@
     python benchmarks/published.py --pictures docs/validation
 
 Each plan is compiled for the model of its row, on tensors without memory, and audited. Layers of a
-model are alike, so that two programs, with one and two layers a stage, tell what any number of
+model are alike, so that two programs, with four and eight layers a stage, tell what any number of
 layers costs: time and memory are linear in it. Rows that differ in units or microbatches only share
 their programs.
 
@@ -142,7 +142,7 @@ class Programs:
         self._peaks: dict[object, float] = {}
 
     def of(self, row: Row) -> list[Program | PipelineProgram]:
-        """The programs of a row, with one and with two layers a stage, or the model's own.
+        """The programs of a row, with four and with eight layers a stage, or the model's own.
 
         Raises:
             ShardwrightError: a plan of ours cannot say it.
@@ -185,8 +185,8 @@ class Programs:
 
 
 def at_depth(row: Row, found: Sequence[np.ndarray]) -> np.ndarray:
-    """What the model of a row costs, by the costs of its programs: with one and with two layers a
-    stage, or with its own layers.
+    """What the model of a row costs, by the costs of its programs: with four and with eight layers
+    a stage, or with its own layers.
     """
     depths = depths_of(row)
     if depths is None:

@@ -85,6 +85,7 @@ OTHER_SETTINGS: dict[str, Any] = {
     "distributed_optimizer": {},
     "constants": {"x": [[1, 2]]},
     "check_ranks_every": 7,
+    "overlap_communication": True,
 }
 
 

@@ -25,6 +25,7 @@ WITHOUT_EXAMPLE = {
     "empty": "its values are arbitrary",
     "randperm": "nothing may be split",
     "tensor": "nothing may be split",
+    "time_steps": "its rule follows from those of the operators in the loop",
 }
 
 CALLS = [

@@ -320,7 +320,9 @@ class ShardwrightMixin:
         return operations // self._ranks.unit_size
 
     def get_num_trainable_parameters(self) -> int:
-        """Those of the whole model; the start of ``train`` tells those of this rank."""
+        """The number of trained parameters of the whole model. The start of ``train`` tells that of
+        this rank.
+        """
         return sum(p.numel() for p in _original(self.model).parameters() if p.requires_grad)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.runtime.flights import Finish, Flight, arrive, leave
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
@@ -62,14 +63,25 @@ def dispatch(
     cut the tokens of ``x``; ``token_dims`` then describes the tokens.
     Returns ``(rows, gains, routing)``, without gains if there are no weights.
     """
-    exchange, expert_axes = communicating(exchange), communicating(expert_axes)
-    check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
-    if exchange:
-        made = _exchanged(x, chosen, weights, expert_axes, exchange, token_dims, num_experts)
-    else:
-        made = _local(x, chosen, weights, expert_axes, num_experts)
-    rows, gains, routing = made
-    return (rows, routing) if gains is None else (rows, gains, routing)
+    axes = expert_axes, exchange
+    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, _moved)()
+
+
+def start_dispatch(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_experts: int,
+    expert_axes: Axes = (),
+    exchange: Axes = (),
+    token_dims: TokenDims = (),
+) -> Callable[[], tuple[Any, ...]]:
+    """Begin a :func:`dispatch`; what is returned waits for it. Along the last axis of an exchange
+    tokens are under way in between.
+    """
+    axes = expert_axes, exchange
+    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, _moving)
 
 
 def combine(
@@ -85,10 +97,62 @@ def combine(
     ``exchange``, ``token_dims``: as in :func:`dispatch`; each rank then gets the sums of its own
     tokens.
     """
+    return _combined(rows, routing, exchange, token_dims, _moved)()
+
+
+def start_combine(
+    rows: Tensor,
+    routing: Routing,
+    *,
+    exchange: Axes = (),
+    token_dims: TokenDims = (),
+) -> Callable[[], Tensor]:
+    """Begin a :func:`combine`; what is returned waits for it. Along the first axis of an exchange
+    sums are under way in between.
+    """
+    return _combined(rows, routing, exchange, token_dims, _moving)
+
+
+def _dispatched(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None,
+    num_experts: int,
+    expert_axes: Axes,
+    exchange: Axes,
+    token_dims: TokenDims,
+    move: _Move,
+) -> Callable[[], tuple[Any, ...]]:
+    exchange, expert_axes = communicating(exchange), communicating(expert_axes)
+    check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
+    if exchange:
+        finish = _exchanged(
+            x, chosen, weights, expert_axes, exchange, token_dims, num_experts, move
+        )
+    else:
+        made = _local(x, chosen, weights, expert_axes, num_experts)
+        finish = lambda: made  # noqa: E731
+
+    def result() -> tuple[Any, ...]:
+        rows, gains, routing = finish()
+        return (rows, routing) if gains is None else (rows, gains, routing)
+
+    return result
+
+
+def _combined(
+    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: _Move
+) -> Callable[[], Tensor]:
     checked_routing(routing)
     exchange = communicating(exchange)
     if exchange:
-        return _returned(rows, routing, exchange, token_dims)
+        return _returned(rows, routing, exchange, token_dims, move)
+    made = _added(rows, routing)
+    return lambda: made
+
+
+def _added(rows: Tensor, routing: Routing) -> Tensor:
+    """The sums of rows that no other rank has."""
     num_tokens, top_k = routing.num_tokens, routing.top_k
     if routing.choice is None:
         return _summed(rows, routing.token, num_tokens)
@@ -169,8 +233,11 @@ def _exchanged(
     exchange: Axes,
     token_dims: TokenDims,
     num_experts: int,
-) -> tuple[Tensor, Tensor | None, Routing]:
-    """Send each token to the ranks that have an expert for it, and make the rows there."""
+    move: _Move,
+) -> Callable[[], tuple[Tensor, Tensor | None, Routing]]:
+    """Send each token to the ranks that have an expert for it, and make the rows there. ``move``:
+    what sends them along the last axis.
+    """
     device, top_k = x.device, chosen.shape[1]
     ranks = _ranks_of(expert_axes, (num_experts,), device)
     # Choices of experts that lie beyond the axes of the exchange belong to other ranks.
@@ -188,28 +255,36 @@ def _exchanged(
         None if weights is None else weights.reshape(-1).index_select(0, choices),
     )
     legs = []
-    for axis in exchange:
-        held, leg = _sent_along(axis, held, ranks[axis.name])
+    *axes, last = exchange
+    for axis in axes:
+        held, leg = _sent_along(axis, held, ranks[axis.name], _moved)()
         legs.append(leg)
+    come = _sent_along(last, held, ranks[last.name], move)
 
-    # By expert, then by token: the same order as on one device.
-    runs = piece_runs(expert_axes, num_experts)
-    total = math.prod(sum(_segments(dim)) for dim in token_dims)
-    local, number = _numbered(held.expert, runs), held.number[held.token]
-    order = (local * total + number).argsort(stable=True)
-    position = held.token[order]
-    gains = None if held.weights is None else held.weights.index_select(0, order)
-    routing = Routing(
-        number[order],
-        _counted(local, sum(size for _, size in runs)),
-        total,
-        top_k,
-        arrivals=Arrivals(exchange, token_dims, position, legs),
-    )
-    return held.x.index_select(0, position), gains, routing
+    def finish() -> tuple[Tensor, Tensor | None, Routing]:
+        held, leg = come()
+        # By expert, then by token: the same order as on one device.
+        runs = piece_runs(expert_axes, num_experts)
+        total = math.prod(sum(_segments(dim)) for dim in token_dims)
+        local, number = _numbered(held.expert, runs), held.number[held.token]
+        order = (local * total + number).argsort(stable=True)
+        position = held.token[order]
+        gains = None if held.weights is None else held.weights.index_select(0, order)
+        routing = Routing(
+            number[order],
+            _counted(local, sum(size for _, size in runs)),
+            total,
+            top_k,
+            arrivals=Arrivals(exchange, token_dims, position, [*legs, leg]),
+        )
+        return held.x.index_select(0, position), gains, routing
+
+    return finish
 
 
-def _sent_along(axis: AxisGroup, held: _Held, ranks: Tensor) -> tuple[_Held, Leg]:
+def _sent_along(
+    axis: AxisGroup, held: _Held, ranks: Tensor, move: _Move
+) -> Callable[[], tuple[_Held, Leg]]:
     """Send each token once to every rank of an axis that has an expert for it, and its choices of
     these experts. ``ranks``: of every expert the index of its rank.
     """
@@ -236,21 +311,30 @@ def _sent_along(axis: AxisGroup, held: _Held, ranks: Tensor) -> tuple[_Held, Leg
     of_choices = [expert, place]
     if held.weights is not None:
         of_choices.append(held.weights.index_select(0, by_owner))
-    arrived, number, expert, place, *weights = _exchange(
+    come = move(
         of_tokens + of_choices,
         axis,
         [tokens_out] * len(of_tokens) + [choices_out] * len(of_choices),
         [tokens_in] * len(of_tokens) + [choices_in] * len(of_choices),
     )
-    # Places are counted by each sender from 0.
-    offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=place.device)
-    token = place + _repeated(offset, choices_in)
-    leg = Leg(axis, tokens_in, tokens_out, sent_token, num_tokens)
-    return _Held(arrived, number, token, expert, *weights), leg
+
+    def finish() -> tuple[_Held, Leg]:
+        arrived, number, expert, place, *weights = come()
+        # Places are counted by each sender from 0.
+        offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=place.device)
+        token = place + _repeated(offset, choices_in)
+        leg = Leg(axis, tokens_in, tokens_out, sent_token, num_tokens)
+        return _Held(arrived, number, token, expert, *weights), leg
+
+    return finish
 
 
-def _returned(rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims) -> Tensor:
-    """Add up what this rank's experts made of each token, send it home, and add it up there."""
+def _returned(
+    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: _Move
+) -> Callable[[], Tensor]:
+    """Add up what this rank's experts made of each token, send it home, and add it up there.
+    ``move``: what sends it along the first axis, which is the last one on the way home.
+    """
     arrivals = routing.arrivals
     # Sums may belong to other ranks than the tokens did.
     if arrivals is None or (arrivals.exchange, arrivals.token_dims) != (exchange, token_dims):
@@ -258,10 +342,12 @@ def _returned(rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenD
     # Summed before they are sent: one row goes back for each token that came, whatever number of
     # experts it had here.
     made = _summed(rows, arrivals.position, sum(arrivals.legs[-1].received))
-    for leg in reversed(arrivals.legs):
+    home, *legs = arrivals.legs
+    for leg in reversed(legs):
         back = exchange_rows(made, leg.axis, leg.received, leg.sent)
         made = _summed(back, leg.tokens, leg.num_tokens)
-    return made
+    come = move([made], home.axis, [home.received], [home.sent])
+    return lambda: _summed(come()[0], home.tokens, home.num_tokens)
 
 
 def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arrivals:
@@ -375,13 +461,15 @@ def _together(
     axis: AxisGroup,
     send: Sequence[list[int]],
     receive: Sequence[list[int]],
-    phase: Phase = "forward",
-) -> list[Tensor]:
+    begin: Callable[..., Callable[[], Tensor]],
+    phase: Phase,
+) -> Finish:
     """:func:`_all_to_all` of several tensors, in one message: their bytes, as numbers of the
-    smallest of their dtypes.
+    smallest of their dtypes. ``begin``: what begins a message, and returns what waits for it.
     """
     if len(tensors) == 1:
-        return [_all_to_all(tensors[0], axis, send[0], receive[0], phase)]
+        alone = begin(tensors[0], axis, send[0], receive[0], phase)
+        return lambda: [alone()]
     # A rank's part of the message is the parts of all tensors, end to end.
     dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
     widths = [math.prod(x.shape[1:]) * x.dtype.itemsize // dtype.itemsize for x in tensors]
@@ -395,36 +483,80 @@ def _together(
     ]
     message = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
     to_ranks, from_ranks = ([sum(of) for of in zip(*side, strict=True)] for side in (out, into))
-    came = _all_to_all(message, axis, to_ranks, from_ranks, phase)
-    chunks = came.split_with_sizes(
-        [size for from_rank in zip(*into, strict=True) for size in from_rank]
-    )
-    return [
-        torch.cat(chunks[index :: len(tensors)])
-        .view(x.dtype)
-        .view(sum(receive[index]), *x.shape[1:])
-        for index, x in enumerate(tensors)
-    ]
+    come = begin(message, axis, to_ranks, from_ranks, phase)
+    kinds = [(x.dtype, (sum(n), *x.shape[1:])) for x, n in zip(tensors, receive, strict=True)]
+
+    def finish() -> list[Tensor]:
+        chunks = come().split_with_sizes(
+            [size for from_rank in zip(*into, strict=True) for size in from_rank]
+        )
+        return [
+            torch.cat(chunks[index :: len(kinds)]).view(dtype).view(shape)
+            for index, (dtype, shape) in enumerate(kinds)
+        ]
+
+    return finish
 
 
 def exchange_rows(rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
     """The rows that other ranks send, in the order of the ranks; gradients go back."""
-    return _exchange((rows,), axis, (send,), (receive,))[0]
+    return _moved((rows,), axis, (send,), (receive,))()[0]
 
 
-def _exchange(
+# Two ways to move several tensors in one message each way. Integers have no gradients, which need
+# not go back.
+
+_Move = Callable[
+    [Sequence[Tensor], AxisGroup, Sequence[list[int]], Sequence[list[int]]],
+    Callable[[], Sequence[Tensor]],
+]
+"""What moves rows along an axis, so and so many to each rank and from it, and returns what waits
+for them.
+"""
+
+
+def _moved(
     tensors: Sequence[Tensor],
     axis: AxisGroup,
     send: Sequence[list[int]],
     receive: Sequence[list[int]],
-) -> tuple[Tensor, ...]:
-    """:func:`exchange_rows` of several tensors in one message each way. Integers have no gradients,
-    which need not go back.
-    """
-    return cast(
+) -> Callable[[], Sequence[Tensor]]:
+    """Rows of other ranks, which are here at once."""
+    came = cast(
         tuple[Tensor, ...],
         _Exchange.apply(axis, send, receive, *tensors),  # type: ignore[no-untyped-call]
     )
+    return lambda: came
+
+
+def _moving(
+    tensors: Sequence[Tensor],
+    axis: AxisGroup,
+    send: Sequence[list[int]],
+    receive: Sequence[list[int]],
+) -> Callable[[], Sequence[Tensor]]:
+    """Rows of other ranks, which are under way until what is returned is called."""
+    real = [x.is_floating_point() for x in tensors]
+    send_home, receive_home = (list(itertools.compress(sizes, real)) for sizes in (receive, send))
+    flight = Flight(
+        lambda xs, phase: _together(xs, axis, send, receive, _begun, phase),
+        lambda xs, phase: _together(xs, axis, send_home, receive_home, _begun, phase),
+    )
+    token = leave(flight, tensors)
+    return lambda: arrive(flight, token)
+
+
+def _begun(
+    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase
+) -> Callable[[], Tensor]:
+    return axis.communicator.all_to_all_rows_async(x, send, receive, phase=phase).wait
+
+
+def _done(
+    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase
+) -> Callable[[], Tensor]:
+    came = _all_to_all(x, axis, send, receive, phase)
+    return lambda: came
 
 
 class _Exchange(torch.autograd.Function):
@@ -438,7 +570,7 @@ class _Exchange(torch.autograd.Function):
         receive: Sequence[list[int]],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        came = _together(tensors, axis, send, receive)
+        came = _together(tensors, axis, send, receive, _done, "forward")()
         real = [x.is_floating_point() for x in tensors]
         ctx.mark_non_differentiable(*itertools.compress(came, (not one for one in real)))
         ctx.axis, ctx.real = axis, real
@@ -449,5 +581,5 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grads = tuple(itertools.compress(grads, ctx.real))
-        back = iter(_together(grads, ctx.axis, ctx.receive, ctx.send, "backward"))
+        back = iter(_together(grads, ctx.axis, ctx.receive, ctx.send, _done, "backward")())
         return None, None, None, *(next(back) if one else None for one in ctx.real)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.started import Flight, flight_of
+from shardwright.runtime.flights import Flight, flight_of
 
 
 def linear_beside(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

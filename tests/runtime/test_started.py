@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.adapters import all_gather, all_reduce, grad_all_reduce
+from shardwright.runtime.adapters import all_gather, all_reduce, grad_all_reduce, reduce_scatter
+from shardwright.runtime.flights import flight_of
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.linear_beside import addmm_beside, linear_beside
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.started import arrived, flight_of, start
+from shardwright.runtime.started import arrived, start
 
 NUM_RANKS = 3
 ADAPTERS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
@@ -27,6 +28,7 @@ ADAPTERS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "gather": (all_gather, {"dim": 0, "backward": "reduce_scatter"}),
     "gather of the middle": (all_gather, {"dim": -2, "backward": "reduce_scatter"}),
     "gather and slice": (all_gather, {"dim": 0}),
+    "scatter": (reduce_scatter, {"dim": 0}),
     "two segments": (all_gather, {"dim": 0, "cut": Cut((9, 6)), "backward": "reduce_scatter"}),
 }
 
@@ -73,6 +75,8 @@ def test_bits_and_messages_are_those_of_the_adapter(adapter: str) -> None:
     ):
         if adapter == "two segments" and shape[0] != 5:
             continue
+        if adapter == "scatter":
+            shape = (3 * shape[0], *shape[1:])
         both = [run_ranks(NUM_RANKS, job, adapter, e, shape, transposed, cast) for e in (1, 0)]
         for (early, its_volume), (plain, volume) in zip(*both, strict=True):
             assert len(early) == len(plain) and all(map(torch.equal, early, plain))

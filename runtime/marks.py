@@ -115,12 +115,14 @@ def _taken(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the queries of a run of samples see. ``exact``: all keys in the bands; else those for
-    which the marks say so.
+    which the marks say so. ``known``: the marks have values; else the bands are all that may be
+    seen.
     """
 
     samples: Run
     bands: Bands
     exact: bool = True
+    known: bool = True
 
 
 def marks_of(
@@ -209,7 +211,8 @@ def seen(marks: Marks, samples: int, *, blind_see_all: bool = False) -> tuple[Se
     saw all. ``blind_see_all``: queries that see no key get all of them, alike.
     """
     if any(isinstance(x, FakeTensor) for x in (*marks.queries, *marks.keys)):
-        return (Seen((0, samples), all_keys(marks.num_queries, marks.num_keys)),)
+        every = all_keys(marks.num_queries, marks.num_keys)
+        return (Seen((0, samples), every, known=False),)
     low, end, exact = (x.cpu() for x in intervals(marks))
     assert len(exact) in (1, samples), f"marks of {len(exact)} samples for {samples}"
     found: list[Seen] = []

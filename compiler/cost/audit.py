@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.cost.assumptions import assumptions
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
@@ -73,6 +74,7 @@ def audit(
         cost,
         memory=_memory(program, config, optimizer, count),
         extrapolated=extrapolated(program, config, hardware, times, optimizer),
+        assumed=assumptions(program),
     )
 
 

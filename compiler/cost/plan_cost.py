@@ -56,6 +56,7 @@ class PlanCost:
     - ``message_bytes``: the bytes of these messages, of all ranks together.
     - ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
     - ``extrapolated``: what lies outside the sizes that the hardware's calibration measured.
+    - ``assumed``: what is taken for granted of data, in words.
     """
 
     hardware: str
@@ -67,6 +68,7 @@ class PlanCost:
     extrapolated: tuple[str, ...] = ()
     messages: Mapping[str, float] = field(default_factory=dict)
     message_bytes: Mapping[str, float] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -94,6 +96,7 @@ class PlanCost:
             "extrapolated": list(self.extrapolated),
             "messages": dict(self.messages),
             "message_bytes": dict(self.message_bytes),
+            "assumed": list(self.assumed),
         }
 
     @classmethod
@@ -109,6 +112,7 @@ class PlanCost:
             tuple(data["extrapolated"]),
             dict(data["messages"]),
             dict(data["message_bytes"]),
+            tuple(data.get("assumed", ())),
         )
 
     def dumps(self) -> str:
@@ -168,6 +172,8 @@ class PlanCost:
             )
         if self.extrapolated:
             lines.append(f"  {self.beyond}")
+        if self.assumed:
+            lines.append(f"  {self.assumes}")
         return "\n".join(lines)
 
     @property
@@ -179,6 +185,11 @@ class PlanCost:
         return (
             f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
         )
+
+    @property
+    def assumes(self) -> str:
+        """What is taken for granted of data, in a line; empty if nothing is."""
+        return f"assumed of the data: {'; '.join(self.assumed)}" if self.assumed else ""
 
 
 def _exchange(seconds: float, num_bytes: float | None) -> str:

@@ -21,6 +21,13 @@ def seen_bands(op: IROp, num_queries: int, num_keys: int) -> Bands:
     return all_keys(num_queries, num_keys)
 
 
+def is_told_late(op: IROp) -> bool:
+    """Whether what is seen follows from marks with values that are known at run time only, such as
+    lengths of documents. Then ranks even out their work in every step.
+    """
+    return any(name.startswith(("query_marks", "key_marks")) for name in op.operand_names)
+
+
 def grows(op: IROp, num_queries: int, num_keys: int) -> bool:
     """Whether later queries see so many more keys that ranks with contiguous queries would have
     unequal work.

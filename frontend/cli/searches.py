@@ -306,6 +306,8 @@ def run_plan(options: argparse.Namespace) -> int:
     _say_launches(console, _request(asked, found, searched))
     if found.answer.cost.extrapolated:
         console.print(found.answer.cost.beyond, soft_wrap=True)
+    if found.answer.cost.assumed:
+        console.print(found.answer.cost.assumes, soft_wrap=True)
     if returns_more_than_loss(graph, asked.config):
         console.print(
             "what the model returns beside its loss is whole on every rank: --set "

@@ -7,6 +7,9 @@ hands queries to the one with fewest: theirs travel there, and their outputs hom
 Example: the 4 queries of one rank see 5, 6, 7 and 8 keys, those of another one 1, 2, 3 and 4. The
 mean is 18 pairs, and the first has 26. It hands on its last query, and both have 18. What sees most
 keys goes first, as it is the least to send for the pairs that it takes along.
+
+A rank keeps what it computes for others until backward. So it takes no more than half as many
+queries as it has itself, and this is what the cost model counts on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import lru_cache
 
 from shardwright.runtime.marks import Seen
 from shardwright.runtime.runs import Run
-from shardwright.runtime.visible_keys import Band, clips
+from shardwright.runtime.visible_keys import MOST_GUESTS, Band, clips
 
 EVEN = 1.02
 """The pairs of the busiest rank over the mean up to which nothing moves."""
@@ -70,8 +73,13 @@ def moves_of(
     seen: tuple[Seen, ...], queries: tuple[tuple[Run, ...], ...], least_pairs: int
 ) -> tuple[Move, ...]:
     """What moves between ranks that have these queries each. ``least_pairs``: an imbalance of fewer
-    pairs is not worth a message.
+    pairs is not worth a message. Of marks without values, the most that may come to the first rank.
     """
+    # A guest is a query of one sample.
+    num_samples = sum(some.samples[1] for some in seen)
+    rooms = [int(MOST_GUESTS * num_samples * sum(size for _, size in own)) for own in queries]
+    if not all(some.known for some in seen):
+        return _most_moves(seen, queries, rooms[0] // max(1, num_samples))
     pieces = [
         [
             _Piece(some.samples, band, start, stop)
@@ -86,18 +94,39 @@ def moves_of(
         return ()
     moves: list[Move] = []
     ranks = range(len(pairs))
-    while max(pairs) > EVEN * mean:
-        source, target = max(ranks, key=pairs.__getitem__), min(ranks, key=pairs.__getitem__)
+    while max(pairs) > EVEN * mean and max(rooms):
+        source = max(ranks, key=pairs.__getitem__)
+        target = min((rank for rank in ranks if rooms[rank]), key=pairs.__getitem__)
         amount = int(min(pairs[source] - mean, mean - pairs[target]))
         found = _widest(pieces[source], amount)
         if found is None:
             break  # every query is more than what is left to even out
-        first = found.first_within(amount)
+        alike = found.samples[1]
+        first = max(found.first_within(amount), found.stop - rooms[target] // alike)
+        if first == found.stop:
+            rooms[target] = 0  # for so many samples there is no room
+            continue
         moves.append(Move(found.samples, source, target, (first, found.stop - first)))
+        rooms[target] -= alike * (found.stop - first)
         moved = found.pairs_from(first)
         pairs[source] -= moved
         pairs[target] += moved
         found.stop = first
+    return tuple(moves)
+
+
+def _most_moves(
+    seen: tuple[Seen, ...], queries: tuple[tuple[Run, ...], ...], room: int
+) -> tuple[Move, ...]:
+    """The last queries of the second rank, of each sample as many as the first one has room for."""
+    moves = []
+    for some in seen if len(queries) > 1 else ():
+        left = room
+        for start, size in reversed(queries[1]):
+            count = min(left, size)
+            if count:
+                moves.append(Move(some.samples, 1, 0, (start + size - count, count)))
+            left -= count
     return tuple(moves)
 
 

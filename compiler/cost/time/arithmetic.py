@@ -19,7 +19,7 @@ from shardwright.compiler.cost.step_calls import calls_of_step
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.time_steps import TIME_STEPS
 from shardwright.compiler.ops.rule import ATTENTION, TensorRefs
-from shardwright.compiler.ops.seen_keys import seen_bands
+from shardwright.compiler.ops.seen_keys import is_told_late, seen_bands
 from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.runtime.visible_keys import MOST_MASKED, pairs
 
@@ -280,7 +280,9 @@ def _seen_by_marks(call: LocalCall) -> float:
     if local == num_queries and is_plain and num_queries * num_keys <= MOST_MASKED:
         return 1.0  # torch's operator with a mask
     bands = seen_bands(op, num_queries, num_keys)
-    if not local or not num_keys or queries & call.in_zigzag:
+    # Zigzag gives all ranks the same; so do queries that are handed on at run time.
+    is_even = bool(queries & call.in_zigzag) or is_told_late(op)
+    if not local or not num_keys or is_even:
         everything = ((0, num_queries),)
         return pairs(bands, everything) / max(1, num_queries * num_keys)
     starts = range(0, num_queries, local)

@@ -1,5 +1,5 @@
-"""What operators communicate inside: parallel forms, exchanges of the cut of two dims, and edges of
-one.
+"""What operators communicate inside: parallel forms, exchanges of the cut of two dims, edges of
+one, and queries that other ranks compute.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwright.compiler.cost.time.arithmetic import (
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.rule import ExchangeKind, OpRule
-from shardwright.compiler.ops.seen_keys import seen_bands
+from shardwright.compiler.ops.rule import ATTENTION, ExchangeKind, OpRule
+from shardwright.compiler.ops.seen_keys import is_told_late, seen_bands
 from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.runs import Run, dealt
-from shardwright.runtime.visible_keys import keys_seen
+from shardwright.runtime.visible_keys import MOST_GUESTS, keys_seen
 
 _MESSAGES: Mapping[str, tuple[float, float, float]] = {
     # (all-reduces of the forward, of the backward, elements of each relative to the reduced shape)
@@ -100,8 +100,8 @@ def messages_time(
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What an operator sends along an axis where it exchanges the cut of two dims, or edges of a
-    dim: seconds, of which the time of the operator has a part, and bytes.
+    """What an operator sends along an axis where it exchanges the cut of two dims, edges of a dim,
+    or queries: seconds, of which the time of the operator has a part, and bytes.
     """
 
     axis: str
@@ -150,8 +150,9 @@ def _exchanges(
         elif exchanged.kind is ExchangeKind.TOKENS:
             before = math.prod(mesh.axis_size(sent.axis) for sent in found)
             found.append(_tokens_sent(call, axis, before, mesh, hardware, on))
-    # What exchanges tokens or keys has no edges. Edges are told by the call itself, as a dim that
-    # keeps its length is not exchanged and has some, too.
+    found += _queries_sent(call, assignment, mesh, hardware, on)
+    # What exchanges tokens, keys or queries has no edges. Edges are told by the call itself, as a
+    # dim that keeps its length is not exchanged and has some, too.
     return tuple(found) or tuple(
         _edges_sent(call, message, mesh, hardware, on)
         for message in edge_messages(call.op, assignment, mesh)
@@ -223,6 +224,54 @@ def _keys_sent(
         steps * keys_bytes,
         steps * (keys_bytes + home_bytes) if differentiated else 0.0,
     )
+
+
+def _queries_sent(
+    call: LocalCall,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: tuple[int, ...],
+) -> list[Exchange]:
+    """Queries on their way to ranks that have less to do, and their outputs on the way home;
+    backward the gradients of both.
+
+    Which ones go is known at run time only, from the lengths of documents. So they are as many as a
+    rank ever computes for others, half of its own.
+    """
+    if call.op.target not in ATTENTION or not is_told_late(call.op):
+        return []
+    assert call.op.rule is not None
+    outermost = call.op.rule.operands[0][-2][0].factor
+    cutting = factor_axes(assignment, mesh).get(outermost, ())
+    axes = [axis for axis in cutting if mesh.axis_size(axis) > 1]
+    if not axes:
+        return []
+    # They move along the ring, or the outermost axis.
+    ring = next((axis for axis in axes if exchange(assignment.get(axis, "R"))), None)
+    axis, num_steps = ring or axes[0], mesh.axis_size(ring) if ring else 1
+    num_ranks = mesh.axis_size(axis)
+    query, output = (
+        MOST_GUESTS * x.num_elements * x.dtype.itemsize for x in (call.operands[0], call.results[0])
+    )
+
+    def sent_s(num_bytes: float) -> float:
+        # An all-to-all of n bytes keeps one part of n / num_ranks; of guests nothing stays.
+        whole = num_bytes * num_ranks / (num_ranks - 1)
+        return axes_collective_s(hardware, "all_to_all", whole, mesh, (axis,), ranks)
+
+    def both_ways_s(there: float, home: float, busy_s: float) -> float:
+        # A rank computes its own queries while those of others come. Nothing is left to compute
+        # when outputs go home.
+        there_s = sent_s(there)
+        return there_s - hardware.device.hidden_s(there_s, busy_s / num_steps) + sent_s(home)
+
+    forward_s, backward_s = arithmetic_s(call, call.differentiated, hardware.device)
+    time, backward_bytes = OpTime(both_ways_s(query, output, forward_s)), 0.0
+    if call.differentiated:
+        time += OpTime(0.0, both_ways_s(output, query, backward_s))
+        backward_bytes = query + output
+    return [Exchange(axis, time, query + output, backward_bytes)]
 
 
 def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:

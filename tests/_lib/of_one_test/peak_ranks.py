@@ -40,13 +40,23 @@ SIZES = {
     "use_cache": False,
 }
 SAMPLES = 16
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "use_cache": False,
+}
 
 
 @dataclass(frozen=True)
 class PeakCase:
     """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the
     policy. Policy ``random`` draws a plan by its ``seed``. ``optimizer``: a class, as command lines
-    name it.
+    name it. ``documents``: their lengths in each row, which a Llama gets in the place of a GPT-2.
     """
 
     policy: str
@@ -58,11 +68,13 @@ class PeakCase:
     recompute: tuple[str, ...] = ()
     seed: int = 0
     optimizer: str = "Adam"
+    documents: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.policy, *(f"{k}={v}" for k, v in (self.fields | self.options).items())]
         words += [f"seed={self.seed}"] if self.policy == "random" else []
         words += [self.optimizer] if self.optimizer != "Adam" else []
+        words += [f"{len(self.documents)} documents"] if self.documents else []
         words += ["bfloat16"] if self.dtype == torch.bfloat16 else []
         return " ".join(
             [*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"]
@@ -92,10 +104,16 @@ class PeakCase:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
+        if self.documents:
+            return zoo.get("llama").make(**LLAMA).to(self.dtype).train()
         return zoo.get("gpt2").make(**SIZES).to(self.dtype).train()
 
     def sample(self, num_ranks: int) -> dict[str, torch.Tensor]:
         """One microbatch of one unit."""
+        if self.documents:
+            places = torch.cat([torch.arange(length) for length in self.documents])[None]
+            ids = torch.randint(64, places.shape, generator=torch.Generator().manual_seed(0))
+            return {"input_ids": ids, "labels": ids.clone(), "position_ids": places}
         size = SAMPLES // (num_ranks // (self.unit or num_ranks)) // self.num_microbatches
         ids = torch.randint(256, (size, 32), generator=torch.Generator().manual_seed(0))
         return {"input_ids": ids, "labels": ids.clone()}

@@ -27,7 +27,7 @@ from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
 from shardwright.runtime.runs import common, dealt, joined, without
-from shardwright.runtime.visible_keys import Band, earlier_keys, pairs
+from shardwright.runtime.visible_keys import MOST_GUESTS, Band, earlier_keys, pairs
 
 LENGTH = 24
 split_attention_module = sys.modules[split_attention.__module__]  # its name is that of the function
@@ -306,6 +306,20 @@ def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size:
         assert max(work) * size <= EVEN * sum(work)
         assert moved < 0.3 * 2 * length
     assert moves_of(tuple(seen), queries, sum(work)) == ()
+
+
+def test_no_rank_takes_more_queries_than_half_of_its_own() -> None:
+    """The first of 4 ranks has single tokens, the others documents of 64: that it computes 0.7
+    times its own queries for others would even out their work.
+    """
+    documents = (*(1,) * 512, *(64,) * 48, *(1,) * 512)
+    queries = tuple(joined(dealt(4096, 4, rank, turns=1)) for rank in range(4))
+    for samples in (1, 3):
+        moves = moves_of((Seen((0, samples), documents_of(documents)),), queries, 0)
+        taken = sum(move.samples[1] * move.queries[1] for move in moves)
+        assert {move.target for move in moves} == {0}
+        # Samples that see alike move together, so that a few queries may not fit.
+        assert 0 <= MOST_GUESTS * samples * 1024 - taken < samples
 
 
 def test_masks_are_made_inside_of_a_graph() -> None:

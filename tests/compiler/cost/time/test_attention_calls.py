@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from example_ops import example_op
@@ -11,7 +13,9 @@ from example_ops import example_op
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.attention_calls import LAUNCHES, num_tiles
+from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.ops.stand_ins import attention_where
 from shardwright.runtime.layout import Mesh
 
 Q = torch.randn(1, 2, 64, 4, requires_grad=True)
@@ -58,3 +62,41 @@ def test_tiles_take_launches_and_every_mesh_has_a_price_of_its_own() -> None:
     assert one == again
     assert four.forward_s - one.forward_s == LAUNCHES[0] * 3 * 4
     assert four.backward_s - one.backward_s == LAUNCHES[1] * 3 * 4
+
+
+PLACES = torch.arange(64)
+DOCUMENTS = replace(
+    example_op(
+        (
+            attention_where,
+            (Q, Q, Q, (PLACES[:, None] // 9, PLACES[:, None]), (PLACES // 9, PLACES), ("eq", "le")),
+        )
+    )[0],
+    results=OP.results,
+)
+
+
+def test_queries_of_documents_that_other_ranks_compute_are_priced() -> None:
+    """A rank takes half as many as its 16. They and their outputs travel, and both gradients;
+    outputs go home when there is nothing left to compute.
+    """
+    tier = Tier("link", (8,), 1e-3, 1e30)
+    slow = replace(HARDWARE, tiers=(tier,))
+    found = exchanges_in(DOCUMENTS, ways()["gather"], on(1), slow)
+    (sent,) = found
+    guests = 8 * 2 * (4 + 4) * 4  # queries, heads, width of a query and of an output, bytes
+    assert (sent.forward_bytes, sent.backward_bytes) == (guests, guests)
+    assert sent.time.forward_s == sent.time.backward_s == pytest.approx(2 * 3 * tier.latency_s)
+    # Beside them keys go round, in the ring.
+    ring, again = exchanges_in(DOCUMENTS, ways()["ring"], on(1), slow)
+    assert again.forward_bytes == guests and ring.forward_bytes > guests
+    # Whole queries, and masks of sizes alone, move nothing.
+    assert not exchanges_in(DOCUMENTS, {"cp": "split:h"}, on(1), slow)
+    assert not exchanges_in(OP, ways()["gather"], on(1), slow)
+
+
+def test_ranks_have_even_work_of_documents_also_where_each_has_one_run() -> None:
+    fast = Device("toy", 10**9, {"float32": 1.0}, 1e30, 0.0)
+    hardware = replace(HARDWARE, device=fast)
+    times = [op_time(DOCUMENTS, ways()["gather"], on(turns), hardware) for turns in (0, 1)]
+    assert times[0] == times[1]

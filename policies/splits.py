@@ -4,10 +4,12 @@ G.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.communication import estimate
+from shardwright.compiler.cost.work_share import UNEVEN
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
@@ -102,7 +104,8 @@ def split_dims(
     alone: bool = False,
 ) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
-    included. ``alone``: convolutions that have none of the classes are split by themselves.
+    included. ``alone``: convolutions that have none of the classes, or one that gives a rank much
+    more than its part (3 colours on 2 ranks), are split by themselves.
     ``positions``: the dims along which what would be computed on every rank is split,
     where no more is sent for that (sequence parallelism, Korthikanti et al. 2022).
     """
@@ -118,8 +121,8 @@ def split_dims(
             if own is not None and runs_experts(op, graph, own.experts):
                 own_classes, split = own.classes, exchange_of(op, graph, own.tokens, own.experts)
             split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
-            if split is None and alone and is_convolution(op):
-                split = _split_alone(op, num_pieces, builder.pieces(op))
+            if alone and is_convolution(op) and _is_uneven(op, split, num_pieces):
+                split = _split_alone(op, num_pieces, builder.pieces(op)) or split
             if split is not None:
                 splits[op.name] = split
             else:
@@ -204,6 +207,17 @@ def split_of(
         )
 
     return f"split:{max(found, key=spread)}" if found else None
+
+
+def _is_uneven(op: IROp, split: Strategy | None, num_pieces: int) -> bool:
+    """Whether a rank does more than :data:`UNEVEN` times its part of an operator: all of it
+    without a split.
+    """
+    assert op.rule is not None
+    if split is None:
+        return True
+    size = estimate(op.rule.factor(split.removeprefix("split:")).size)
+    return math.ceil(size / num_pieces) * num_pieces > UNEVEN * size
 
 
 def _split_alone(op: IROp, num_pieces: int, cut: Mapping[str, int]) -> Strategy | None:

@@ -15,7 +15,8 @@ Whether the channels of convolutions are split depends on the machine: an image 
 work that makes it. Where convolutions that stay whole are much of the model's work, ``tp`` also
 tries plans that split more of them, and takes the one whose step is the fastest on the hardware
 given, by the cost model. Where convolutions between whole values are left, such as those that embed
-patches or positions, it tries to split each of these by itself.
+patches or positions, it tries to split each of these by itself. So it does with convolutions that a
+chosen dim divides unevenly, such as 3 colours on 2 ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.compiler.cost.work_share import WorkShare, work_share
+from shardwright.compiler.cost.work_share import share_left_uneven
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
@@ -36,14 +37,16 @@ from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import Positions, check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
 from shardwright.policies.step_seconds import lowered, step_seconds
-from shardwright.policies.weight_operands import CONVOLUTIONS, is_convolution
+from shardwright.policies.weight_operands import is_convolution
 from shardwright.runtime.config import ComputeConfig
 
 CHANNEL_PRICES = (1 / 8, 1 / 32, 0.0)
 """What the traffic of convolutions costs in the other plans that are tried."""
 
 MUCH = 0.05
-"""The share of a model's work in convolutions that stay whole from which other plans are tried."""
+"""The share of a model's work in convolutions that stay whole, or are split unevenly, from which
+other plans are tried.
+"""
 
 CLEARLY = 0.02
 """The share of a step by which another plan must be faster."""
@@ -120,7 +123,7 @@ def _fastest(
     """The plan, or another that splits more channels if its step is clearly faster."""
     first = lowered(graph, config, plan)
     # Little is computed everywhere, so nothing is left to win.
-    if not _much_is_whole(work_share(first)):
+    if share_left_uneven(first, is_convolution) <= MUCH:
         return plan
 
     def seconds(program: Program) -> float:
@@ -135,7 +138,7 @@ def _fastest(
         if (found := seconds(tried)) < least:
             best, least, price, program = other, found, other_price, tried
     # A convolution between whole values, as one that embeds patches or positions.
-    if _much_is_whole(work_share(program)):
+    if share_left_uneven(program, is_convolution) > MUCH:
         other = _plan(graph, config, options, price, alone=True)
         limit = least if best is plan else (1 - CLEARLY) * least
         if seconds(lowered(graph, config, other)) < limit:
@@ -149,14 +152,6 @@ def _different(plans: Iterable[tuple[float, Plan]], plan: Plan) -> Iterable[tupl
         if (other.mesh, other.strategies) != (plan.mesh, plan.strategies):
             yield price, other
             plan = other
-
-
-def _much_is_whole(work: WorkShare | None) -> bool:
-    """Whether convolutions that no axis divides are much of the work."""
-    if work is None:
-        return False
-    kinds = tuple(f"({name})" for name in CONVOLUTIONS)
-    return sum(share for where, share in work.whole if where.endswith(kinds)) > MUCH
 
 
 def files(config: ComputeConfig) -> list[Path]:

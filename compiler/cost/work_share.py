@@ -11,7 +11,7 @@ with their mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,21 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     whole = tuple((where, operations / one) for where, operations in ordered)
     experts = any("expert" in where.lower() for where, share in whole[:MOST_LISTED])
     return WorkShare(num_ranks, total / one / num_ranks, whole, experts)
+
+
+def share_left_uneven(program: Program, is_meant: Callable[[IROp], bool]) -> float:
+    """The part of one device's arithmetic in those of the operators meant of which some rank does
+    much more than an even part: all of it, or 2 of 3 colours on 2 ranks.
+    """
+    mesh = program.plan.mesh
+    one = left = 0.0
+    for op, assignment in _calls(program):
+        operations = _operations(op, {}, mesh) if may_multiply(op) else 0.0
+        one += operations
+        if operations and is_meant(op):
+            most = _operations(op, assignment, mesh)
+            left += operations if most * mesh.size > UNEVEN * operations else 0.0
+    return left / one if one else 0.0
 
 
 def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:

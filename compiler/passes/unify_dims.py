@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.ir.dims import DimClass, ModelDims
@@ -37,6 +38,7 @@ from shardwright.compiler.ops.rule import (
     ParallelForm,
     TensorRefs,
 )
+from shardwright.compiler.ops.rule_builder import annotation_text
 from shardwright.compiler.passes.dim_names import name_classes
 
 
@@ -180,8 +182,12 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     }
     # Forward through the graph: the nodes of a value, as its producer made it, meet those of a
     # reader.
+    read: list[IROp] = []
     for op in graph.ops:
         rule = _rule(op)
+        if op.operands and (taken_apart := _taken_apart(op, rule, value_nodes)) is not None:
+            op, rule = replace(op, rule=taken_apart), taken_apart
+        read.append(op)
         for factor in rule.factors:
             factor_nodes[op.name, factor.name] = unifier.node(factor.segments)
         for value, refs in zip(op.operands, rule.operands, strict=True):
@@ -196,6 +202,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
         # The rule says of which factors each dim of a result is the product.
         for value, refs in zip(op.results, rule.results, strict=True):
             value_nodes[value.name] = [_nodes(op, dim_refs, factor_nodes) for dim_refs in refs]
+    graph = graph.with_ops(tuple(read))
     unifier.factor_out()
     _tie_loop_ends(graph, unifier, value_nodes)
 
@@ -267,6 +274,47 @@ def _tie_loop_ends(
     for before, after in graph.buffer_updates:
         for left, right in zip(value_nodes[before.name], value_nodes[after.name], strict=True):
             unifier.unify(left, right, f"update of {before.fqn}")
+
+
+def _taken_apart(
+    op: IROp, rule: OpRule, value_nodes: Mapping[str, list[list[Node]]]
+) -> OpRule | None:
+    """The rule of an operator that takes a concatenation apart into its parts, all of one size;
+    ``None`` for any other operator.
+
+    Rules of operators that cut a dim into equal pieces say ``(2^ a), ... -> a, a``. If the dim is a
+    concatenation of just these pieces, as in ``torch.cat((x, y)).split(len(x))``, they are its
+    segments: ``a[4|4] -> a#0, a#1``. So each piece keeps the dim that it came from, and may be cut
+    along it.
+    """
+    source = rule.operands[0]
+    for dim, refs in enumerate(source):
+        parts = _parts(value_nodes[op.operands[0].name][dim])
+        if len(refs) != 2 or len(parts) < 2 or len(parts) != len(rule.results):
+            continue
+        count, piece = refs
+        size = rule.factor(piece.factor).size
+        are_pieces = all(
+            result == (*source[:dim], (piece,), *source[dim + 1 :]) for result in rule.results
+        )
+        if are_pieces and rule.frozen(count.factor) and all(part.size == size for part in parts):
+            whole = Factor(piece.factor, (size,) * len(parts), rule.factor(piece.factor).kind)
+            others = [f for f in rule.factors if f.name not in (count.factor, piece.factor)]
+            segments = (replace(piece, segment=index) for index in range(len(parts)))
+            results = tuple((*source[:dim], (s,), *source[dim + 1 :]) for s in segments)
+            factors = (whole, *others)
+            operands = ((*source[:dim], (piece,), *source[dim + 1 :]), *rule.operands[1:])
+            text = annotation_text(factors, operands, results)
+            return replace(
+                rule, annotation=text, factors=factors, operands=operands, results=results
+            )
+    return None
+
+
+def _parts(nodes: list[Node]) -> list[Node]:
+    """The parts of a dim that is one concatenation and nothing else."""
+    found = flatten(nodes)
+    return found[0].parts if len(found) == 1 else []
 
 
 def _rule(op: IROp) -> OpRule:

@@ -177,13 +177,16 @@ def test_every_convolution_of_an_extractor_is_split(tmp_path: Path) -> None:
 
 
 def test_convolutions_between_whole_values_are_split_by_themselves(tmp_path: Path) -> None:
-    """The one in groups reads a piece and gives a piece, in groups."""
+    """The one in groups reads a piece and gives a piece, in groups. The one of 3 colours is split in
+    its outputs, as of 3 colours one of 2 ranks would have 2.
+    """
     module, inputs = model_of("residual")
     compiled = plans.compile_with(
         plans.traced(module, inputs), "tp", 2, pas_config={"hardware": hardware(tmp_path, 1e12)}
     )
     assert share(compiled) == pytest.approx(0.5, abs=0.01)
     assert str(compiled.program.layout_of("positions.weight")) == "[4/tp * 2, 2, 9]"
+    assert str(compiled.program.layout_of("patches.weight")) == "[4/tp * 2, 3, 4]"
 
 
 @pytest.mark.slow

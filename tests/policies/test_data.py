@@ -60,6 +60,30 @@ def test_rows_that_are_put_together_again_are_split(is_stacked: bool, tmp_path: 
     assert compiled.work.share == 0.5
 
 
+class Stages(nn.Module):
+    """Lays two stages end to end along the batch, and takes them apart again, as ZoeDepth does
+    it.
+    """
+
+    def __init__(self, is_chunked: bool) -> None:
+        super().__init__()
+        self.is_chunked = is_chunked
+        self.embed, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(torch.cat((x, self.embed(x)))).relu()  # [B + B, 8]
+        first, second = both.chunk(2) if self.is_chunked else both.split(x.shape[0])
+        return (self.down(first) * self.down(second).sin()).square().mean()
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_batches_that_are_taken_apart_again_are_split(is_chunked: bool, tmp_path: Path) -> None:
+    """Nothing is gathered, and of 5 rows one rank has 3, the other 2 of both stages."""
+    x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    compiled, _ = plans.check_policy(Stages(is_chunked).double(), {"x": x}, "data", 2, tmp_path)
+    assert [a.step.kind for a in compiled.program.adapters()] == ["narrow", "all_reduce"]
+
+
 class Filled(nn.Module):
     """Puts features of images into texts, one after the other, as Gemma 3 does it."""
 

@@ -160,6 +160,8 @@ class Tracer(TorchFunctionMode):
             read = self._run_on_values(func, args, kwargs)
             if read is not _NOT_READ:
                 return read
+        if name == "repeat_interleave" and (copies := self._repeated(*args, **kwargs)) is not None:
+            return copies
         if (answer := self._chosen_experts.answer(name, args, kwargs)) is not None:
             return answer
         # Elements that a mask chooses get a stand-in; everything else is refused.
@@ -168,6 +170,18 @@ class Tracer(TorchFunctionMode):
         if chosen is not None:
             return chosen
         raise untraceable from error
+
+    def _repeated(self, input: Any, repeats: Any = None, dim: int | None = None) -> Any:
+        """``input.repeat_interleave(repeats, dim)`` as a choice of elements by known indices;
+        ``None`` where the repeats are not known.
+        """
+        input, repeats = self.on_fakes((input, repeats))
+        indices = self._constants.repeats(input, repeats, dim)
+        if indices is None:
+            return None
+        with self:
+            source = input.flatten() if dim is None else input
+            return source.index_select(dim or 0, indices)
 
     def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call gives on real values; ``_NOT_READ`` if an argument follows from more than

@@ -3,6 +3,11 @@
 Model code casts to float32 in norms, rotary embeddings, softmax and losses. Such a cast costs 1e-7,
 a thousand times the bound that parity is held to, and would hide a wrong formula behind rounding.
 Parity checks therefore build, trace and run models inside :func:`float64_casts`.
+
+The reference is then what the model is in a dtype of its own, and not what ``model.double()`` is
+alone. Example: the eager attention of Gemma 2 adds the least number of its dtype where a mask is
+closed, and casts the sum to float32. That is finite for a model in float32 or bfloat16; of float64
+the cast makes minus infinity, and NaN for a token that may see nothing, such as left padding.
 """
 
 from __future__ import annotations

@@ -29,10 +29,29 @@ _HYBRID = {
 }
 _PINPOINTS = {"image_grid_pinpoints": [[64, 64]], "vision_config.image_size": 32}
 
+_HIERA = {
+    "image_size": [64, 64],
+    "hidden_size": 16,
+    "embed_dim_per_stage": [16, 32, 64, 128],
+    "blocks_per_stage": [1, 1, 2, 1],
+    "global_attention_blocks": [3],
+    "window_size_per_stage": [4, 2, 4, 2],
+}
+
+_FPN = {
+    "backbone_channel_list": [128, 64, 32, 16],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "fpn_hidden_size": 32,
+}
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
 CLASSES: Mapping[str, str] = {
+    "fastspeech2_conformer": "FastSpeech2ConformerModel",
+    "rag": "RagTokenForGeneration",
+    "sam_hq": "SamHQVisionModel",
+    "sam2": "Sam2VisionModel",
     "cohere_compass": "CohereCompassForCausalLM",
     "flava": "FlavaModel",
     "musicgen": "MusicgenForCausalLM",
@@ -56,6 +75,10 @@ SETTINGS: Mapping[str, Settings] = {
         "vision_config.hidden_size": 64,
     },
     "chmv2": _BACKBONE,
+    "chameleon": {
+        "vocabulary_map": {"<image>": 80, "IMGIMGAZ": 81, "IMGIMGBZ": 82},
+        "vq_config.base_channels": 32,
+    },
     "cohere_compass": {
         "text_config.rope_parameters": _ROPE_BY_KIND,
         "rope_parameters": _ROPE_BY_KIND,
@@ -82,6 +105,10 @@ SETTINGS: Mapping[str, Settings] = {
     },
     "dots1": {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
+    "ernie4_5_vl_moe": {
+        name: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+        for name in ("rope_parameters", "text_config.rope_parameters")
+    },
     "esm": {"vocab_size": 100, "mask_token_id": 32, "pad_token_id": 1},
     "esmc": {
         "vocab_size": 100,
@@ -90,7 +117,6 @@ SETTINGS: Mapping[str, Settings] = {
         "num_key_value_heads": 4,
         "head_dim": 8,
     },
-    "ernie4_5_vl_moe": {"text_config.head_dim": 16, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
     "granite_speech5": {"encoder_config.num_key_value_heads": 4},
     "informer": {**_SERIES, "num_time_features": 2},
@@ -119,12 +145,34 @@ SETTINGS: Mapping[str, Settings] = {
     },
     "mamba2": {"hidden_size": 32, "expand": 2, "num_heads": 4, "head_dim": 16, "n_groups": 2},
     "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 16},
+    "neomme": {"head_dim": 32},
+    "perceiver": {
+        "d_latents": 32,
+        "d_model": 32,
+        "max_position_embeddings": 16,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 2,
+        "qk_channels": 32,
+        "v_channels": 32,
+    },
+    "sam2": {f"backbone_config.{name}": value for name, value in _HIERA.items()} | _FPN,
+    "vibevoice_acoustic_tokenizer": {
+        "num_filters": 4,
+        "downsampling_ratios": [2, 2, 4],
+        "depths": [1] * 4,
+    },
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe"],
         "n_groups": 2,
         "mamba_num_heads": 4,
         "mamba_head_dim": 16,
+    },
+    "nemotron_h_omni": {
+        "text_config.layers_block_type": ["linear_attention", "full_attention", "moe"],
+        "text_config.n_groups": 2,
+        "text_config.mamba_num_heads": 4,
+        "text_config.mamba_head_dim": 16,
     },
     "prompt_depth_anything": _BACKBONE,
     "qwen4_exp": {
@@ -233,6 +281,30 @@ def _flat_patches(config: Any) -> dict[str, Any]:
     return {"flattened_patches": torch.cat([places, torch.randn(BATCH, 8, size)], -1)}
 
 
+def _spoken(config: Any) -> dict[str, Any]:
+    """Texts of 6 sounds, each of which lasts for 2 to 3 frames."""
+    durations = torch.tensor([2, 3, 2, 3, 2, 3]).repeat(BATCH, 1)
+    frames = int(durations[0].sum())
+    return {
+        "input_ids": torch.randint(3, 70, (BATCH, 6)),
+        "attention_mask": torch.ones(BATCH, 6, dtype=torch.long),
+        "duration_labels": durations,
+        "spectrogram_labels": torch.randn(BATCH, frames, config.num_mel_bins),
+        "pitch_labels": torch.randn(BATCH, 6, 1),
+        "energy_labels": torch.randn(BATCH, 6, 1),
+    }
+
+
+def _retrieved(config: Any) -> dict[str, Any]:
+    """Documents that belong to each question, with their scores."""
+    documents = (BATCH * config.n_docs, 16)
+    return {
+        "context_input_ids": torch.randint(3, 80, documents),
+        "context_attention_mask": torch.ones(documents, dtype=torch.long),
+        "doc_scores": torch.randn(BATCH, config.n_docs),
+    }
+
+
 def _codebooks(config: Any) -> dict[str, Any]:
     """Sounds as ids, one row for each of the codebooks of each sample."""
     rows = BATCH * getattr(config, "decoder", config).num_codebooks
@@ -267,6 +339,12 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "granite_speech_plus": lambda c: {
         "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
     },
+    "chameleon": lambda c: {"pixel_values": None},
+    "fastspeech2_conformer": _spoken,
+    "nemotron_h_omni": lambda c: {"pixel_values": None, "input_features": None},
+    "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": torch.rand(BATCH, 3, 96, 64)},
+    "rag": _retrieved,
+    "vibevoice_acoustic_tokenizer": lambda c: {"input_values": torch.randn(BATCH, 1, 1600)},
     "idefics": lambda c: {
         "pixel_values": torch.rand(BATCH, 1, 3, 32, 32),
         "image_attention_mask": torch.ones(BATCH, 16, 1, dtype=torch.long),

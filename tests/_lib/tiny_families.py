@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 LENGTH, VOCAB = 16, 100
 WIDTH, HEADS, HEAD_DIM = 32, 4, 8
+MOST_PIXELS = 64
+"""The most rows or columns of an image whose two sizes a setting tells."""
 FIRST_SPECIAL = 80
 """Ids from here on stand for images, sounds and the like; text has smaller ones."""
 
@@ -55,10 +57,10 @@ is.
 SMALL: tuple[tuple[str, Any], ...] = (
     (r"vocab_size|num_embeddings|entity_vocab_size|vocab_size_or_config_json_file", VOCAB),
     (r"(num_)?(key_value_heads|kv_heads|kv_head|multi_query_groups)|num_query_groups", 2),
-    (r"num_key_value_heads|n_kv_heads", 2),
+    (r"num_key_value_heads|n_kv_heads|swa_num_key_value_heads", 2),
     (r".*(num_attention_heads|attention_heads|n_heads?|num_heads|n_head|num_head)", HEADS),
     (
-        r"head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim",
+        r"head_dim|swa_head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim",
         HEAD_DIM,
     ),
     (
@@ -174,7 +176,7 @@ def tiny_config(model: type[nn.Module], *, narrow: bool = True) -> Any:
     if "image_grid_thw" in inspect.signature(model.forward).parameters or "Text" in model.__name__:
         for part in _parts(config):
             rope = getattr(part, "rope_parameters", None)
-            if isinstance(rope, dict) and narrow:
+            if isinstance(rope, dict) and narrow and "rope_parameters" not in by_hand:
                 _set(part, "rope_parameters", {**rope, "mrope_section": _sections(rope)})
     return config
 
@@ -263,6 +265,8 @@ def _small_list(name: str, value: list[Any], old_layers: int | None) -> list[Any
     numbers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
     if numbers and name.endswith(("num_heads", "attention_heads")):
         return [2] * len(value)
+    if numbers and re.fullmatch("image_size|input_size|img_size", name):
+        return [min(item, MOST_PIXELS) for item in value]
     if numbers and _DEPTH_LISTS.fullmatch(name):
         return [1] * len(value)
     if numbers and _WIDTH_LISTS.fullmatch(name) and min(value) >= 16:

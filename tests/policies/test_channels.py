@@ -177,8 +177,8 @@ def test_every_convolution_of_an_extractor_is_split(tmp_path: Path) -> None:
 
 
 def test_convolutions_between_whole_values_are_split_by_themselves(tmp_path: Path) -> None:
-    """The one in groups reads a piece and gives a piece, in groups. The one of 3 colours is split in
-    its outputs, as of 3 colours one of 2 ranks would have 2.
+    """The one in groups reads a piece and gives a piece, in groups. The one of 3 colours is split
+    in its outputs, as of 3 colours one of 2 ranks would have 2.
     """
     module, inputs = model_of("residual")
     compiled = plans.compile_with(

@@ -230,6 +230,19 @@ class Constants:
         }
         return (*args[:kept], *map(self._number, args[kept:])), named
 
+    def repeats(
+        self, input: torch.Tensor, repeats: Any, dim: int | None = None
+    ) -> torch.Tensor | None:
+        """The index of the element that each element of ``repeat_interleave`` is a copy of, where
+        the values of ``repeats`` are known. Example: ``[0, 0, 1]`` for 2 and 1 repeats.
+        """
+        real = self.real(repeats) if isinstance(repeats, torch.Tensor) else None
+        if real is None:
+            return None
+        size = input.numel() if dim is None else input.shape[dim]
+        with unset_fake_temporarily():
+            return torch.arange(size).repeat_interleave(real)
+
     def slices(self, index: Any) -> Any:
         """An index with numbers in the place of bounds of slices that are tensors whose values are
         known.

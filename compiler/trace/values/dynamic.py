@@ -163,11 +163,8 @@ class Dynamic:
             raise TraceError(
                 f"the model fixes the dynamic dim {name.name!r} {fixed}",
                 where=str(location) if location else None,
-                why="this line needs the size as a number, or compares it with a fixed one"
-                + (f": {text}" if (text := _text_of(location)) else ""),
-                hint="compute with x.shape[...] instead (torch.sym_float(size) for float(size), "
-                "math.sqrt for another "
-                f"library's), or leave {name.name!r} out of dynamic_dims"
+                why=_why_fixed(text := _text_of(location)),
+                hint=_instead(text, name.name)
                 + ("" if value.is_number else f", or give both dims the name {value}"),
             )
 
@@ -176,6 +173,34 @@ class Dynamic:
         return [
             (path, dim, name) for path, dims in self._dims.items() for dim, name in dims.items()
         ]
+
+
+def _is_loop(text: str) -> bool:
+    """Whether a line begins a loop that runs as often as a size says."""
+    return text.startswith("for ") and " in " in text
+
+
+def _why_fixed(text: str) -> str:
+    """Why a line fixes a size, in words. ``text``: the line, if it is known."""
+    if _is_loop(text):
+        return (
+            f"a loop in Python is traced for one number of steps, and this one runs over it: {text}"
+        )
+    reason = "this line needs the size as a number, or compares it with a fixed one"
+    return f"{reason}: {text}" if text else reason
+
+
+def _instead(text: str, name: str) -> str:
+    """What to do about a line that fixes the dim ``name``."""
+    if _is_loop(text):
+        return (
+            f"leave {name!r} out of dynamic_dims, pad inputs to a few lengths and compile once for "
+            "each; or write the loop with a function that loops by itself (torch.cumsum, nn.LSTM)"
+        )
+    return (
+        "compute with x.shape[...] instead (torch.sym_float(size) for float(size), math.sqrt for "
+        f"another library's), or leave {name!r} out of dynamic_dims"
+    )
 
 
 def _text_of(location: SourceLocation | None) -> str:

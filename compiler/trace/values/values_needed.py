@@ -20,6 +20,10 @@ _PLACE = (
     "over all places (torch.arange(n) < length) instead of a size"
 )
 _OUTSIDE = "compute with torch's own operators on the tensor"
+_LISTED = (
+    f"{_OUTSIDE}; rows that were sorted by expert are multiplied by F.grouped_mm(rows, weights, "
+    "offs=counts.cumsum(0).to(torch.int32)), not by a split and a loop"
+)
 _ANY_SIZE = (
     "keep all elements, and give those that do not count the weight 0 or torch.where(mask, x, 0)"
 )
@@ -99,4 +103,6 @@ def explained(
             f"if {whose} the same in every call, declare so: "
             f"ComputeConfig(constants={{{named}}}); else {remedy}",
         )
+    if name == "tolist":
+        remedy = _LISTED  # counts that the model makes itself
     return why, f"{remedy}; or put the code into a function, and register_op it with fake="

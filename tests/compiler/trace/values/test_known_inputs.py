@@ -102,6 +102,34 @@ def test_other_inputs_must_be_declared() -> None:
     assert trace(Lengths(), given, constants={"mask": given["mask"].tolist()}).constant_inputs
 
 
+class Lasting(nn.Module):
+    """Repeats each sound of a text for the frames it lasts, as FastSpeech 2 does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, text: Tensor, durations: Tensor) -> Tensor:
+        hidden = self.up(text)
+        frames = hidden.new_zeros(len(text), durations.sum(1).max(), 6)
+        for row, (sounds, lasts) in enumerate(zip(hidden, durations, strict=True)):
+            repeated = torch.repeat_interleave(sounds, lasts, dim=0)
+            frames[row, : repeated.size(0)] = repeated
+        all_of_them = text.flatten(0, 1).repeat_interleave(durations.flatten(), 0)
+        return self.down(frames.tanh()).square().mean() + self.up(all_of_them).cos().mean()
+
+
+def test_elements_are_repeated_as_often_as_constants_say() -> None:
+    durations = torch.tensor([[2, 0, 3], [1, 1, 1]])
+    text = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    given = {"text": text, "durations": durations}
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "constants": {"durations": durations.tolist()}}
+    report = verify(Lasting(), given, "tp", config, steps=1)
+    assert report.ok, report
+    graph = trace(Lasting(), given, constants={"durations": durations.tolist()})
+    assert not [op for op in graph.ops if op.target == "repeat_interleave"]
+
+
 @pytest.mark.parametrize(
     ("constants", "message"),
     [

@@ -88,9 +88,9 @@ class ComputeConfig:
     ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it
     holds.
 
-    **Communication.** ``overlap_communication`` starts sums of gradients over the ranks of a unit
-    early, and computes gradients of weights while they are under way. Numbers stay the same, bit by
-    bit; a backward may hold more (docs/performance.md).
+    **Communication.** ``overlap_communication`` starts messages between the ranks of a unit early,
+    and computes meanwhile: gradients of weights while gradients are summed, shared experts while
+    tokens travel. Steps may hold more (docs/performance.md).
 
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs
     it. ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids":

@@ -95,6 +95,9 @@ class StatementWriter:
     _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
     _container: str = ""  # the path of the module whose method is being written
     _train_only: set[str] = field(default_factory=set)  # values that exist in training only
+    # Statements that wait for messages, each with the items that it goes between, and the position
+    # of that in front of it.
+    _waits: list[tuple[Sequence[Item], int, Line]] = field(default_factory=list)
 
     def _need(self, *names: str) -> None:
         self.imports |= {RUNTIME_IMPORTS[name] for name in names}
@@ -236,8 +239,17 @@ class StatementWriter:
         self, items: Sequence[Item], position: int, scope: Scope, program: Program
     ) -> list[Line]:
         """The statement of the instruction at a position, and of those that go in one collective
-        with it. These have none of their own.
+        with it, which have none of their own; and statements that wait for messages, if it is the
+        last one that runs while they are under way.
         """
+        lines = self._lines_of(items, position, scope, program)
+        due = [w for w in self._waits if w[0] is items and w[1] == position]
+        self._waits = [w for w in self._waits if w not in due]
+        return lines + [line for _, _, line in due]
+
+    def _lines_of(
+        self, items: Sequence[Item], position: int, scope: Scope, program: Program
+    ) -> list[Line]:
         instruction = items[position]
         assert not isinstance(instruction, Run)
         if isinstance(instruction, Loop):
@@ -245,13 +257,43 @@ class StatementWriter:
         if isinstance(instruction, Compute):
             if isinstance(steps := instruction.op.arg("steps"), TimeSteps):
                 return self._step_lines(instruction, steps, scope, program)
-            return [self._compute_line(instruction, scope, program)]
+            line = self._compute_line(instruction, scope, program)
+            return self._early(line, items, position, scope)
         if instruction.joins:
             return []
         together = gathers_at(items, position)
         if len(together) > 1:
             return [self._gathers_line(together, scope, program)]
-        return [self._adapter_line(instruction, scope, program)]
+        line = self._adapter_line(instruction, scope, program)
+        return self._early(line, items, position, scope)
+
+    def _early(self, line: Line, items: Sequence[Item], position: int, scope: Scope) -> list[Line]:
+        """The line of an instruction, or those that start its message and wait for it, where
+        something runs meanwhile. What waits is written behind the last of these.
+
+            rows_coming = start(dispatch, x, chosen, num_experts=8)
+            ...
+            rows, routing = arrived(rows_coming)
+        """
+        instruction = items[position]
+        assert isinstance(instruction, Compute | Adapt)
+        weights = instruction.beside if isinstance(instruction, Adapt) else ()
+        if not weights and not instruction.meanwhile:
+            return [line]
+        self._need("start", "arrived")
+        targets, _, call = line.code.partition(" = ")
+        function, _, arguments = call.partition("(")
+        started = f"start({function}, {arguments}"
+        # In backward the message starts, the gradients of these weights are computed, and then it
+        # is waited for.
+        beside = f", beside={tuple_text(map(scope.name, weights))}" if weights else ""
+        if not instruction.meanwhile:
+            return [replace(line, code=f"{targets} = arrived({started}{beside})")]
+        coming = scope.unused(f"{targets.partition(',')[0]}_coming")
+        scope.reserve(coming)
+        waits = replace(line, code=f"{targets} = arrived({coming}{beside})")
+        self._waits.append((items, position + instruction.meanwhile, waits))
+        return [replace(line, code=f"{coming} = {started}", comment="")]
 
     def _loop_lines(self, loop: Loop, scope: Scope, program: Program) -> list[Line]:
         """A loop as a function of one piece, and its call:
@@ -472,12 +514,6 @@ class StatementWriter:
         if instruction.choice is not None and function == "self.gathered":
             words.append(f'then="{instruction.choice}"')
         call = f"{function}({', '.join(words)})"
-        if instruction.beside:
-            # The sum of the backward starts, the gradients of these weights are computed, and then
-            # it is waited for.
-            self._need("start", "arrived")
-            weights = tuple_text(map(scope.name, instruction.beside))
-            call = f"arrived(start({', '.join([function, *words])}), beside={weights})"
         scope.define(instruction.result)
         note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     for stage in programs:
         mesh = stage.plan.mesh
         for op, assignment in _calls(stage):
-            operations = _operations(op, {}, mesh) if may_multiply(op) else 0.0
+            operations = operations_of(op, {}, mesh) if may_multiply(op) else 0.0
             if not operations:
                 continue
             # 4 ranks that share an operator in 2 pieces do it twice.
@@ -138,7 +138,7 @@ def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
     )
 
 
-def _operations(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
+def operations_of(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
     """The operations of the rank with the largest pieces, forward and backward."""
     call = local_call(op, assignment, mesh)
     return sum(arithmetic_s(call, call.differentiated, _COUNTING))
@@ -150,7 +150,7 @@ def _num_pieces(op: IROp, assignment: Assignment, mesh: Mesh, operations: float)
     # An axis divides the work if its strategy alone makes it less. One axis at a time, as a product
     # of axes says nothing of which of them divides.
     for axis, strategy in assignment.items():
-        if _operations(op, {axis: strategy}, mesh) < operations:
+        if operations_of(op, {axis: strategy}, mesh) < operations:
             pieces *= mesh.axis_size(axis)
     return pieces
 
@@ -164,4 +164,4 @@ def one_device_operations(program: Program) -> float:
     """The operations of the products of one sample on one device, forward and backward, each
     operator once.
     """
-    return sum(_operations(op, {}, program.plan.mesh) for op, _ in _calls(program))
+    return sum(operations_of(op, {}, program.plan.mesh) for op, _ in _calls(program))

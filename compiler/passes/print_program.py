@@ -7,7 +7,7 @@ from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program
 
 
 def print_program(program: Program) -> str:
@@ -45,12 +45,19 @@ def _lines(instruction: Instruction, indent: str = "  ") -> list[str]:
         together = ", with the one above" if instruction.joins else ""
         if instruction.beside:
             together += f", beside {', '.join(weight.name for weight in instruction.beside)}"
+        together += _meanwhile(instruction)
         return [f"{indent}{call}  # {step.transition}: {step.after}{together}"]
     names = ", ".join(value.name for value in instruction.op.results)
     layouts = " ".join(map(str, instruction.layouts))
     strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
     call = call_source(instruction.op, lambda value: value.name, to_python)
-    return [f"{indent}{names} = {call}  # {layouts}  {strategy}".rstrip()]
+    return [f"{indent}{names} = {call}  # {layouts}  {strategy}".rstrip() + _meanwhile(instruction)]
+
+
+def _meanwhile(instruction: Adapt | Compute) -> str:
+    """What runs while the message of an instruction is under way."""
+    count = instruction.meanwhile
+    return f", under way during the next {count}" if count else ""
 
 
 def print_pipeline(pipeline: PipelineProgram) -> str:

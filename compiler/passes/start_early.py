@@ -1,5 +1,8 @@
 """Compute while messages are under way: ``ComputeConfig(overlap_communication=True)``.
 
+Two things are put beside messages. What a layer computes beside its experts goes behind the
+messages of their tokens (``meanwhile.py``). The other one is here.
+
 Where tensor-parallel layers read a value as G, backward sums its gradient over the ranks.
 Everything in front of the layer waits for this sum, but the gradients of the layer's own weights do
 not. So the sum is started, these gradients are computed, and then the sum is waited for. The same
@@ -30,6 +33,7 @@ from typing import TypeVar
 
 from shardwright.compiler.cost.time.operator_traffic import VIEWS
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.passes.meanwhile import with_work_behind_messages
 from shardwright.compiler.passes.proved_schedule import schedule_of
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
@@ -72,7 +76,7 @@ class Overlap:
         if not self.config.overlap_communication:
             return program
         if isinstance(program, Program):
-            return _beside(program)
+            return with_work_behind_messages(_beside(program))
         schedule = schedule_of(program)
         if any(a.kind is ActionKind.WEIGHT_GRADIENT for row in schedule.actions for a in row):
             raise PlanError(
@@ -81,7 +85,7 @@ class Overlap:
                 "none are left to compute beside a sum",
                 hint="leave out overlap_communication, or take another schedule, such as 1f1b",
             )
-        stages = tuple(map(_beside, program.programs))
+        stages = tuple(with_work_behind_messages(_beside(p)) for p in program.programs)
         return program if stages == program.programs else replace(program, programs=stages)
 
 

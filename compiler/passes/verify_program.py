@@ -24,9 +24,10 @@ from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
+from shardwright.compiler.passes.verify_overlap import check_overlap
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.outputs import wished_layout
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, steps
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program
 from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.runtime.atoms import axes_in
 from shardwright.runtime.errors import InternalError
@@ -49,12 +50,6 @@ TABLE = {
     ("keep_one", "keep_one"): ("G", "P"),
     ("grad_keep_one", None): ("G", "R"),
 }
-
-SUMS = (("grad_all_reduce", None), ("all_gather", "reduce_scatter"))
-"""The adapters beside whose backward gradients of weights may be computed."""
-
-LEAVE_WEIGHTS = tuple(f"shardwright.runtime.ops.{name}_beside" for name in ("linear", "addmm"))
-"""The products that leave the gradient of their weight to a sum."""
 
 TAKES, GIVES = ("narrow", "grad_all_reduce", "keep_one"), ("all_gather", "all_reduce")
 """What a loop does along its axis with what it takes, and with what it gives."""
@@ -113,17 +108,11 @@ class _Walk:
         # noted.
         self.walk(program.body)
         self.check_late()
-        self.check_beside()
         self.check_outputs(program.output)
         self.check_updates()
         self.walk(program.tail)
         self.check_outputs(program.whole_output or program.output, in_training=False)
-        # Every operator of the graph runs once, in the graph's order.
-        computed = [i.original for i in steps(program.instructions) if isinstance(i, Compute)]
-        if computed != list(program.graph.ops):
-            raise InternalError(
-                "the program does not compute every operator of the graph once, in its order"
-            )
+        check_overlap(program)
 
     def check_sources(self) -> None:
         """Check that the program holds the parameters, buffers and constants of its graph."""
@@ -369,36 +358,6 @@ class _Walk:
         read |= {value.name for instruction in body for value in reads(instruction)}
         if late & read or (late and self.program.whole_output is None):
             raise InternalError(f"a training step leaves out {_names(sorted(late))}, and reads it")
-
-    def check_beside(self) -> None:
-        """Check that each weight whose gradient is left to a sum is read once, by a product that
-        leaves it, and that such products leave their weights to a sum.
-        """
-        left: set[str] = set()
-        for adapter in (i for i in self.program.body if isinstance(i, Adapt)):
-            is_sum = (adapter.step.kind, adapter.step.backward) in SUMS
-            for weight in adapter.beside:
-                if weight.kind is not ValueKind.PARAMETER or weight.name in left or not is_sum:
-                    raise InternalError(
-                        f"{weight.name} cannot get its gradient beside {adapter.result.name}"
-                    )
-                left.add(weight.name)
-        read: set[str] = set()
-        for call in (i for i in steps(self.program.instructions) if isinstance(i, Compute)):
-            found = left & {value.name for value in call.op.operands}
-            if call.op.target not in LEAVE_WEIGHTS:
-                if found:
-                    raise InternalError(
-                        f"{min(found)} has its gradient beside a sum, and other readers"
-                    )
-            elif len(found) != 1 or found & read:
-                raise InternalError(
-                    f"{call.original.name} leaves the gradient of its weight to no sum"
-                )
-            else:
-                read |= found
-        if left - read:
-            raise InternalError(f"{_names(sorted(left - read))} has no product beside its sum")
 
     def check_outputs(self, output: Tree, *, in_training: bool = True) -> None:
         """Results are as the plan wishes them. Only those may be left out, and of training only,

@@ -25,13 +25,15 @@ class Compute:
     """An operator on local tensors.
 
     ``op``: the local call, whose operands are the adapted values. ``original``: the operator as
-    traced. ``layouts``: those of its results.
+    traced. ``layouts``: those of its results. ``meanwhile``: how many of the instructions behind it
+    run while its message is under way (``passes/meanwhile.py``).
     """
 
     op: IROp
     original: IROp
     assignment: Assignment
     layouts: tuple[Layout, ...]
+    meanwhile: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Adapt:
     value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`). ``joins``:
     it gathers a weight in one collective with the gather right before it. ``in_loop``: it runs once
     for every piece of a loop. ``beside``: weights whose gradients are computed while its backward
-    communicates (``passes/start_early.py``).
+    communicates (``passes/start_early.py``). ``meanwhile``: as in :class:`Compute`.
     """
 
     value: IRValue
@@ -53,6 +55,7 @@ class Adapt:
     joins: bool = False
     in_loop: bool = False
     beside: tuple[IRValue, ...] = ()
+    meanwhile: int = 0
 
     @property
     def gathers_weight(self) -> bool:

@@ -140,12 +140,12 @@ def group_blocks(program: Program) -> list[Item]:
     or never twice alike, stays inline.
     """
     # Stretches of instructions, which of their updates they can do, and until when values are read.
-    stretches = _stretches(program.body)
-    updates = _updates_inside(program, stretches)
-    last_read = _last_reads(program, stretches, updates)
+    found = stretches(program.body)
+    updates = _updates_inside(program, found)
+    last_read = _last_reads(program, found, updates)
     runs: list[tuple[list[Instruction], Run | None]] = []
     counts: dict[Hashable, int] = {}
-    for position, ((container, region), instructions) in enumerate(stretches):
+    for position, ((container, region), instructions) in enumerate(found):
         run = None
         # Short runs are not worth a method; a recompute region always is one.
         if region is not None or (container is not None and len(instructions) >= MIN_RUN):
@@ -167,7 +167,7 @@ Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
 """A pair (container, recompute region), and consecutive instructions that belong to it."""
 
 
-def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
+def stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
     """The body in stretches: consecutive instructions of one container, or of one recompute region,
     which is recomputed as a whole.
 
@@ -175,30 +175,30 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
     is made in another way, is like the others. Gathers that only a recompute region needs stay in
     it, as nothing that is made inside is kept.
     """
-    stretches: list[Stretch] = []
+    found: list[Stretch] = []
     for region, in_region in groupby(body, region_of):
         if region is not None:
             instructions = list(in_region)
             containers = {
-                found for i in instructions if (found := container_of(path_of(i))) is not None
+                owner for i in instructions if (owner := container_of(path_of(i))) is not None
             }
-            stretches.append(
+            found.append(
                 ((containers.pop() if len(containers) == 1 else None, region), instructions)
             )
             continue
         for container, inside in groupby(
             in_region, lambda instruction: container_of(path_of(instruction))
         ):
-            stretches.append(((container, None), list(inside)))
+            found.append(((container, None), list(inside)))
     # The stretches that read each value.
     readers: dict[str, set[int]] = {}
-    for position, (_, instructions) in enumerate(stretches):
+    for position, (_, instructions) in enumerate(found):
         for instruction in instructions:
             for value in reads(instruction):
                 readers.setdefault(value.name, set()).add(position)
     moved: list[Stretch] = []
     # Instructions of the forward itself stay where they are; only blocks give adapters away.
-    for position, (place, instructions) in enumerate(stretches):
+    for position, (place, instructions) in enumerate(found):
         if place == (None, None):
             moved.append((place, instructions))
             continue
@@ -231,7 +231,8 @@ def in_front(
             shared = any(map(is_read_later, _copies_of(instruction, instructions)))
             is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
             gathers_again = recompute and instruction.step.kind in GATHERS
-            stays = is_weight or bool(instruction.beside) or gathers_again
+            starts = bool(instruction.beside or instruction.meanwhile)
+            stays = is_weight or starts or gathers_again
             if instruction.value.name not in made and (shared or not stays):
                 front.append(instruction)
             else:
@@ -398,6 +399,7 @@ def instruction_key(
             token(instruction.value),
             instruction.region is not None,
             instruction.joins,
+            instruction.meanwhile,
             tuple(map(token, instruction.beside)),
         )
     op = instruction.op
@@ -419,7 +421,8 @@ def instruction_key(
     args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
     suffix = layered(instruction.original.module_path, container)
     facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
-    return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
+    dtypes = tuple(value.dtype for value in op.results)
+    return (op.target, args, instruction.layouts, dtypes, instruction.meanwhile, facts)
 
 
 def _loop_key(

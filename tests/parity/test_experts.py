@@ -75,15 +75,19 @@ def by_ep(
     return config_of(plan_ngpus, units, pas_config=options, **fields)
 
 
+# Messages are under way while shared experts are computed.
+EARLY: dict[str, Any] = {"overlap_communication": True}
+
 COVER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "3 unequal shares": (BY_HAND, "ep", by_ep(3)),
-    "ep 2 x etp 2, zero 3": (BY_HAND, "ep", by_ep(4, ep=2, etp=2, use_zero=3)),
+    "ep 2 x etp 2, zero 3": (BY_HAND, "ep", by_ep(4, ep=2, etp=2, use_zero=3, **EARLY)),
     "ep 2, 2 units, zero 1": (BY_HAND, "ep", by_ep(2, 2, use_zero=1, grad_reduction="mean")),
     "tp with ep and etp": (BY_HAND, "tp", config_of(4, pas_config={"ep": 2, "etp": 2})),
     "stages of ep, 1f1b, recomputed": (
         BY_HAND,
         "hybrid",
-        pipeline(4, num_stages=2, dp=2, tp=1, ep=2, num_microbatches=3, recompute=["layers.*"]),
+        EARLY
+        | pipeline(4, num_stages=2, dp=2, tp=1, ep=2, num_microbatches=3, recompute=["layers.*"]),
     ),
     "stages of dp, tp, ep and etp, zb_h1, zero 1": (
         BY_HAND,
@@ -96,16 +100,20 @@ COVER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ep over dp and tp": (
         BY_HAND,
         "hybrid",
-        pipeline(4, 1, num_stages=1, dp=2, tp=2, ep=4, num_microbatches=2),
+        EARLY | pipeline(4, 1, num_stages=1, dp=2, tp=2, ep=4, num_microbatches=2),
     ),
 }  # fmt: skip
 REST: dict[str, tuple[str, str, dict[str, Any]]] = {
     f"{model} {name}": (model, policy, config)
     for model in expert_models.MODELS
     for name, policy, config in (
-        ("ep 2", "ep", by_ep(2)),
+        ("ep 2", "ep", by_ep(2, **EARLY)),
         ("ep 2 x etp 2", "ep", by_ep(4, ep=2, etp=2)),
-        ("tp 2 x ep 2 in 2 units", "tp", config_of(2, 2, pas_config={"ep": 2}, use_zero=1)),
+        (
+            "tp 2 x ep 2 in 2 units",
+            "tp",
+            config_of(2, 2, pas_config={"ep": 2}, use_zero=1, **EARLY),
+        ),
         (
             "zb_h1",
             "hybrid",
@@ -137,7 +145,8 @@ REST: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ep over dp and sequence parallel tp": (
         "qwen3_moe",
         "hybrid",
-        pipeline(4, num_stages=1, dp=2, tp=2, ep=4, sequence_parallel=True, num_microbatches=2),
+        EARLY
+        | pipeline(4, num_stages=1, dp=2, tp=2, ep=4, sequence_parallel=True, num_microbatches=2),
     ),
     "ep over the sequence, experts that are modules": (
         "switch",

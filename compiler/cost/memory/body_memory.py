@@ -150,6 +150,7 @@ class BodyMemory:
         self._asked: dict[str, int] = {}
         self._came: dict[str, int] = {}
         self._views: set[int] = set()  # storages of gradients that are views
+        self._temporary_bytes = 0  # what the last instruction needed beside its results
         # Weights whose gradients are computed beside an adapter's backward, and the nodes of their
         # products, with the gradients that came into these.
         self._beside = {w.name for i in program.body if isinstance(i, Adapt) for w in i.beside}
@@ -198,9 +199,15 @@ class BodyMemory:
         gathered weights to let go of after each position.
         """
         bound: list[int] = []
+        under_way: list[tuple[int, int]] = []  # what messages hold, and until which position
         for position, instruction in enumerate(instructions):
             # In a region autograd saves nothing: backward runs the region again for that.
             node = self._run(instruction, bound, keeps=region is None)
+            if not isinstance(instruction, Loop) and instruction.meanwhile:
+                until = position + instruction.meanwhile
+                buffers = self.ledger.new(self._temporary_bytes, TEMPORARY)
+                under_way.append((self.ledger.hold(buffers), until))
+            self.release([buffers for buffers, until in under_way if until == position])
             if node is not None:
                 node.region = region
                 self.nodes.append(node)
@@ -239,6 +246,7 @@ class BodyMemory:
         weight = isinstance(instruction, Adapt) and instruction.gathers_weight
         if weight and not joins(instruction):
             self.num_gathered += -1 if again else 1
+        self._temporary_bytes = max(0, found.peak - sum(found.made))
         # While a weight is used, the next one is being gathered, on the way forward only.
         self.ledger.use(
             found.peak + (0 if again else self._ahead(self.num_gathered)), _name(instruction)

@@ -132,6 +132,7 @@ def body_time(
             time = sums.of_call(instruction, runs)
         instructions.append((instruction, time))
     sums.hide_beside(instructions)
+    sums.hide_meanwhile(instructions, again)
     return BodyTime(
         tuple(instructions),
         sums.compute_s,
@@ -317,6 +318,61 @@ class _Sums:
             instructions[position] = instruction, time + OpTime(0.0, -hidden_s)
             step = instruction.step
             self.comm[f"{'+'.join(step.axes)} {_BACKWARD[step.kind, step.backward]}"] -= hidden_s
+
+    def hide_meanwhile(
+        self, instructions: list[tuple[Instruction, OpTime]], again: set[int]
+    ) -> None:
+        """Take from each message that is started what runs while it is under way. ``again``: the
+        instructions that backward runs a second time.
+        """
+        device = self.hardware.device
+        for position, (instruction, time) in enumerate(instructions):
+            if not isinstance(instruction, Adapt | Compute) or not instruction.meanwhile:
+                continue
+            (there, there_s), (back, back_s) = self._under_way(instruction, time)
+            busy = OpTime()
+            for other, its_time in instructions[position + 1 :][: instruction.meanwhile]:
+                # Other messages keep the device no busier.
+                busy += its_time if isinstance(other, Compute) else OpTime()
+            hidden = OpTime(
+                device.hidden_s(there_s, busy.forward_s), device.hidden_s(back_s, busy.backward_s)
+            )
+            instructions[position] = (
+                instruction,
+                time + OpTime(-hidden.forward_s, -hidden.backward_s),
+            )
+            runs = 2 if id(instruction) in again else 1
+            self.recomputed_s -= (runs - 1) * hidden.forward_s
+            for name, seconds in ((there, runs * hidden.forward_s), (back, hidden.backward_s)):
+                if seconds:
+                    self.comm[name] -= seconds
+
+    def _under_way(
+        self, instruction: Adapt | Compute, time: OpTime
+    ) -> tuple[tuple[str, float], tuple[str, float]]:
+        """The message of an instruction, forward and backward: the name under which it counts, and
+        its seconds.
+        """
+        if isinstance(instruction, Adapt):
+            step = instruction.step
+            kinds = _FORWARD.get(step.kind), _BACKWARD.get((step.kind, step.backward))
+            there, back = (f"{'+'.join(step.axes)} {kind}" if kind else "" for kind in kinds)
+            return (there, time.forward_s if there else 0.0), (
+                back,
+                time.backward_s if back else 0.0,
+            )
+        sent = exchanges_in(
+            instruction.original,
+            instruction.assignment,
+            self.mesh,
+            self.hardware,
+            ranks=self.ranks,
+        )
+        # Along several axes tokens go one after the other; the last of these messages is started.
+        last = sent[-1] if instruction.op.target == "dispatch" else sent[0]
+        name = f"{last.axis} all_to_all"
+        back_s = last.time.backward_s if self.trains else 0.0
+        return (name, last.time.forward_s - last.counts_s), (name, back_s)
 
     def _add(self, name: str, seconds: float, num_bytes: float) -> None:
         self.comm[name] = self.comm.get(name, 0.0) + seconds

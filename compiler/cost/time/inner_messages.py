@@ -101,13 +101,15 @@ def messages_time(
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """What an operator sends along an axis where it exchanges the cut of two dims, edges of a dim,
-    or queries: seconds, of which the time of the operator has a part, and bytes.
+    or queries: seconds, of which the time of the operator has a part, and bytes. ``counts_s``: the
+    part of the forward in which ranks tell each other how much they will send.
     """
 
     axis: str
     time: OpTime
     forward_bytes: float
     backward_bytes: float
+    counts_s: float = 0.0
 
 
 def exchanges_in(
@@ -342,7 +344,7 @@ def _tokens_sent(
     time = OpTime(
         counts_s + sent_s(forward_bytes), sent_s(backward_bytes) if backward_bytes else 0.0
     )
-    return Exchange(axis, time, forward_bytes + counts_bytes, backward_bytes)
+    return Exchange(axis, time, forward_bytes + counts_bytes, backward_bytes, counts_s)
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

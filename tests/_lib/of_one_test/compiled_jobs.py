@@ -17,10 +17,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
         self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
-        self.dropout = nn.Dropout(0.25)
+        self.beside, self.dropout = nn.Linear(hidden, hidden), nn.Dropout(0.25)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(self.up(self.norm(x)).relu()))
+        y = self.norm(x)
+        return x + self.dropout(self.down(self.up(y).relu())) + self.beside(y)
 
 
 class Result(NamedTuple):
@@ -54,7 +55,10 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp": ("pp", {"plan_ngpus": 2, "use_end2end": True, "pas_config": {"pipeline_nmicros": 2}}),
     "recompute": ("tensor", {"plan_ngpus": 2, "pas_config": {"recompute": ["blocks.0"]}}),
     "plan_independent": ("tp", {"plan_ngpus": 2, "rng": "plan_independent"}),
-    "tp, end to end": ("tp", {"plan_ngpus": 2, "use_end2end": True}),
+    "tp, end to end, early messages": (
+        "tp",
+        {"plan_ngpus": 2, "use_end2end": True, "overlap_communication": True},
+    ),
 }
 """Policies and configs of 2 ranks, by what they are called."""
 

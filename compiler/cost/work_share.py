@@ -120,10 +120,10 @@ def share_left_uneven(program: Program, is_meant: Callable[[IROp], bool]) -> flo
     mesh = program.plan.mesh
     one = left = 0.0
     for op, assignment in _calls(program):
-        operations = _operations(op, {}, mesh) if may_multiply(op) else 0.0
+        operations = operations_of(op, {}, mesh) if may_multiply(op) else 0.0
         one += operations
         if operations and is_meant(op):
-            most = _operations(op, assignment, mesh)
+            most = operations_of(op, assignment, mesh)
             left += operations if most * mesh.size > UNEVEN * operations else 0.0
     return left / one if one else 0.0
 

@@ -53,10 +53,22 @@ def with_marks(graph: IRGraph) -> IRGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What a query, a key and their mask make."""
+    """What a query, a key and their mask make. ``blind``: what a query gets that sees no key."""
 
     products: Products
     mask: MaskMarks
+    blind: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """Scores, and the mask of those that count. ``blind``: what a query without keys gets by the
+    number that hides the others, as ``attention_where`` says; ``None``: nothing that it knows.
+    """
+
+    kept: IRValue
+    mask: IRValue
+    blind: str | None
 
 
 class _Finder:
@@ -199,15 +211,12 @@ class _Finder:
         products = scores.products
         if not _are_plain(products.query, products.key, value):
             return None
-        # A query without keys has the mean of all values there, unless a sink takes its weight.
-        gives_mean = sinks is None and not gives_zeros and not scores.mask.all_see
-        blind = "mean" if gives_mean else "zeros"
         others = {
             **scores.mask.arguments,
             "scale": products.scale,
             "cap": products.cap,
             "sinks": sinks,
-            "blind": blind,
+            "blind": scores.blind,
             "dropout_p": rate,
         }
         return self._attention(op, products.query, products.key, value, others)
@@ -224,7 +233,7 @@ class _Finder:
         """Attention without marks: torch's operator, or where scores are capped or there are sinks
         ``attention_where`` with a mask as it is.
         """
-        mask, kept = self._chosen(logits) or (None, logits)
+        mask, kept, hides = self._chosen(logits) or (None, logits, 0.0)
         found = self._chain.biased(kept)
         if found is None:
             return None
@@ -235,7 +244,7 @@ class _Finder:
             return None
         hidden = mask
         if bias is not None:
-            hidden = self._of_added(bias.value)
+            hidden, _ = self._of_added(bias.value) or (None, 0.0)
         marks = None if hidden is None else self._reader.of(hidden, lengths)
         others = {"scale": products.scale, "dropout_p": rate}
         if products.cap is not None or sinks is not None:
@@ -257,9 +266,7 @@ class _Finder:
             made = self._grouped(op, query, key, value, {**others, "attn_mask": mask})
             if gives_zeros or made is None:
                 return made
-            chosen = self._chain.step(logits, "where")
-            is_nan = chosen and self._reader.number(chosen.arg("other")) == -math.inf
-            return self._with_nan(made, mask) if is_nan else None
+            return self._with_nan(made, mask) if hides == -math.inf else None
         if bias is None:
             return self._grouped(op, query, key, value, others)
         if bias.value.dtype != query.dtype:
@@ -321,33 +328,35 @@ class _Finder:
         """What makes scores of a query and a key, and hides some of them. ``gives_zeros``: a query
         that sees no key has no weights.
         """
-        kept, mask, chosen = self._hidden(scores)
-        products = None if kept is None else self._chain.products(kept)
-        if products is None or mask is None:
+        hidden = self._hidden(scores)
+        products = None if hidden is None else self._chain.products(hidden.kept)
+        if hidden is None or products is None:
             return None
-        marks = self._reader.of(mask, (products.query.shape[-2], products.key.shape[-2]))
-        if marks is None or (chosen and not gives_zeros and not marks.all_see):
+        marks = self._reader.of(hidden.mask, (products.query.shape[-2], products.key.shape[-2]))
+        if marks is None:
             return None
-        return _Scores(products, marks)
+        if gives_zeros or marks.all_see:
+            return _Scores(products, marks, "zeros")
+        return None if hidden.blind is None else _Scores(products, marks, hidden.blind)
 
-    def _hidden(self, scores: IRValue) -> tuple[IRValue | None, IRValue | None, bool]:
-        """The scores, and the mask of those that count; and whether others are not added to but
-        replaced, so that of a query without keys no gradient reaches its scores.
-        """
+    def _hidden(self, scores: IRValue) -> _Hidden | None:
+        """The scores, and the mask of those that count."""
         added = self._chain.step(scores, "add")
         if added is not None and not added.has_arg("alpha") and len(added.operands) == 2:
             for kept, other in (added.operands, added.operands[::-1]):
-                mask = self._of_added(other)
-                if mask is not None:
-                    return kept, mask, False
-        found = self._chosen(scores)
-        if found is not None:
-            mask, kept = found
-            return kept, mask, True
-        return None, None, False
+                found = self._of_added(other)
+                if found is not None:
+                    mask, hides = found
+                    return _Hidden(kept, mask, "nan" if hides == -math.inf else "mean")
+        chosen = self._chosen(scores)
+        if chosen is None:
+            return None
+        mask, kept, hides = chosen
+        # Infinity in the place of scores is nan, which torch's operator and a choice behind it say.
+        return _Hidden(kept, mask, None if hides == -math.inf else "constant")
 
-    def _chosen(self, scores: IRValue) -> tuple[IRValue, IRValue] | None:
-        """The mask and the scores of ``where(mask, scores, least)``."""
+    def _chosen(self, scores: IRValue) -> tuple[IRValue, IRValue, float] | None:
+        """The mask, the scores and the number of ``where(mask, scores, least)``."""
         chosen = self._chain.step(scores, "where")
         if chosen is None:
             return None
@@ -356,10 +365,10 @@ class _Finder:
         if hides is None or hides > _LEAST:
             return None
         both = isinstance(mask, IRValue) and isinstance(kept, IRValue)
-        return (mask, kept) if both else None
+        return (mask, kept, hides) if both else None
 
-    def _of_added(self, added: IRValue) -> IRValue | None:
-        """The mask ``m`` of ``where(m, 0, least)``."""
+    def _of_added(self, added: IRValue) -> tuple[IRValue, float] | None:
+        """The mask ``m`` of ``where(m, 0, least)``, and the number."""
         chosen = self._reader.made_by(added, "where")
         if chosen is None:
             return None
@@ -369,7 +378,7 @@ class _Finder:
             return None
         # The least number of the dtype, or -inf: its softmax is 0. Any other number is a bias.
         hides = self._reader.number(other)
-        return mask if hides is not None and hides <= _LEAST else None
+        return (mask, hides) if hides is not None and hides <= _LEAST else None
 
 
 def _are_plain(*tensors: IRValue) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -38,15 +38,24 @@ MOST_SCORES = 2**22
 """The most scores that are written out at a time, of all samples and heads."""
 
 
+Flat = Literal["mean", "constant", "nan"]
+"""What a query without keys gets of all keys and values.
+
+``mean``: the mean of all values, as where a number was added to all scores beside which they are
+lost in rounding; gradients reach the scores all the same. ``constant``: the same mean, as where the
+number took the place of all scores; no gradient reaches these. ``nan``: where minus infinity was
+added.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Queries, keys and values, and what the queries see. ``causal``: query ``i`` sees the first
     ``i + 1`` keys. ``flipped``: it sees all but the first ``i``. ``bias``: what is added to the
     scores, with dims that may be 1, and minus infinity where a key is not seen. ``alike``: what of
     it concerns all keys of a query, and is taken off the sum. ``cap``: scores ``s`` become ``cap *
-    tanh(s / cap)`` before the bias is added. ``flat``: all keys count alike, as where a number was
-    added to all scores beside which they are lost in rounding. Gradients reach them all the same.
-    ``dropout``: which weights are dropped. ``wants_bias``: the bias gets a gradient.
+    tanh(s / cap)`` before the bias is added. ``flat``: what queries without keys get, if these are
+    such queries. ``dropout``: which weights are dropped. ``wants_bias``: the bias gets a gradient.
     """
 
     query: Tensor
@@ -58,7 +67,7 @@ class Block:
     bias: Tensor | None = None
     alike: Tensor | None = None
     cap: float | None = None
-    flat: bool = False
+    flat: Flat | None = None
     dropout: TileDropout | None = None
     wants_bias: bool = False
 
@@ -122,7 +131,7 @@ def _for_block(kernel: Kernel, block: Block) -> Kernel:
     """The kernel, or the one that serves a block which this one does not."""
     # Kernels hide keys before they multiply by the scale: minus infinity becomes nan or infinity
     # where that is zero or less.
-    if block.flat or not block.scale > 0:
+    if block.flat is not None or not block.scale > 0:
         return WrittenOut()
     if block.bias is not None and isinstance(kernel, CudaFlash):
         return CudaEfficient()
@@ -351,7 +360,9 @@ class WrittenOut:
             of_weights = of_weights * kept
         of_scores = weights * (of_weights - delta[..., None])
         of_products = of_scores
-        if block.cap is not None:
+        if block.flat == "constant":
+            of_products = torch.zeros_like(of_scores)
+        elif block.cap is not None:
             # scores = cap * tanh(products / cap), whose derivative is 1 - tanh².
             of_products = of_scores * (1 - (products / block.cap).tanh().square())
         scaled = (of_products * block.scale).to(query.dtype)
@@ -400,8 +411,8 @@ class _Part:
         """What softmax is taken of."""
         block, scores = self.block, products
         heads = block.key.shape[1]
-        if block.flat:
-            return torch.zeros_like(scores)
+        if block.flat is not None:
+            return torch.full_like(scores, math.nan if block.flat == "nan" else 0.0)
         if block.cap is not None:
             # The cap comes before bias and masks, as in Gemma 2: a mask of -inf would become -cap.
             scores = block.cap * (scores / block.cap).tanh()

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, seen
+from shardwright.runtime.ops.attention_blocks import Flat
 from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ops.random import NamedSizes, RngState
@@ -23,9 +27,12 @@ from shardwright.runtime.ops.split_attention import (
     Where,
     attention_in_tiles,
     autocasted,
+    leave_graph,
     whole_mask_of,
 )
-from shardwright.runtime.visible_keys import MOST_MASKED, Band, all_keys
+from shardwright.runtime.visible_keys import MOST_MASKED, Band, Bands, all_keys
+
+Answer = TypeVar("Answer")
 
 
 def attention_where(
@@ -64,8 +71,8 @@ def attention_where(
     its part of the weights, and has no value. ``attn_mask``, in the place of marks and bands: what
     is added to scores, or which of them count, ``[samples or 1, heads or 1, L or 1, S or 1]``, with
     a row for each of this rank's queries and a column for each key. ``cap``: scores ``s`` become
-    ``cap * tanh(s / cap)``. ``blind``: what a query that sees no key gives, ``"zeros"`` or the
-    ``"mean"`` of all values, as a large number added to all scores has it. ``query_axes``,
+    ``cap * tanh(s / cap)``. ``blind``: what a query that sees no key gives, ``"zeros"``, or
+    what :data:`~shardwright.runtime.ops.attention_blocks.Flat` says. ``query_axes``,
     ``key_axes``, ``lengths``, ``query_unit``: as in
     :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part of the queries.
     ``dropout_p``, ``rng``, ``draw``, ``layout``, ``sizes``, ``axes``: which weights are dropped, as
@@ -76,11 +83,9 @@ def attention_where(
         lengths, query_unit = (query.shape[-2], key.shape[-2]), 1
     positions = (whole_length(lengths[0]) * query_unit, whole_length(lengths[1]))
     static = None if bands is None else tuple(Band(*fields) for fields in bands)
-    given, question = (*query_marks, *key_marks), (tuple(comparisons), static, positions)
-
-    def found() -> Marks:
-        return marks_of(query_marks, key_marks, comparisons, static, positions, query.device)
-
+    asked = _Question(
+        tuple(query_marks), tuple(key_marks), tuple(comparisons), static, positions, query.device
+    )
     heads, key_heads = query.shape[1], key.shape[1]
     pairs = math.prod(positions)
     # A mask of all pairs costs little while they are few, and torch's kernel is then the fastest.
@@ -89,13 +94,15 @@ def attention_where(
     if not query_axes and is_plain and pairs <= MOST_MASKED:
 
         def whole_mask() -> Tensor:
-            return found().mask((0, query.shape[0]), ((0, positions[0]),), ((0, positions[1]),))
+            return asked.marks().mask(
+                (0, query.shape[0]), ((0, positions[0]),), ((0, positions[1]),)
+            )
 
         # A graph of torch's compiler holds its operators, not what an earlier call has found.
         if torch.compiler.is_compiling():
             mask = whole_mask()
         else:
-            mask = remembered(given, ("mask", *question), whole_mask)
+            mask = asked.remembered(("mask",), whole_mask)
         key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     samples, dropped = query.shape[0], None
@@ -103,35 +110,106 @@ def attention_where(
         assert rng is not None, "lowering says by what weights are dropped"
         shape = (samples, heads, query.shape[-2], positions[1])
         dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
-
-    # Layers of a model share their marks, so what is seen is found once for all of them.
-    def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
-        if not given and static is not None and blind == "zeros":
-            return (Seen((0, samples), static),), None
-        if attn_mask is not None:
-            return (Seen((0, samples), all_keys(*positions)),), None
-        marks = found()
-        return seen(marks, samples, blind_see_all=blind == "mean"), marks
-
-    sees, marks = remembered(given, ("seen", samples, blind, *question), found_seen)
-    if pairs > MOST_MASKED and not all(some.exact for some in sees):
-        warnings.warn(
-            "attention makes masks for parts of its scores: what a query sees is no interval of "
-            "keys, so that kernels cannot skip what it does not see",
-            stacklevel=2,
-        )
-    return attention_in_tiles(
+    leave_graph()
+    return _in_tiles(
         autocasted(query),
         autocasted(key),
         autocasted(value),
-        sees,
+        asked,
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         Where(query_axes, ring[0] if ring else None, lengths, query_unit),
+        None if blind == "zeros" else cast(Flat, blind),
         mask=None if attn_mask is None else whole_mask_of(attn_mask, positions[1]),
-        marks=marks,
         sinks=sinks,
         cap=cap,
         dropout=dropped,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """What tells which keys are seen: the arguments of :func:`attention_where`, and how many
+    queries and keys there are.
+    """
+
+    query_marks: tuple[Mark, ...]
+    key_marks: tuple[Mark, ...]
+    comparisons: tuple[str, ...]
+    bands: Bands | None
+    positions: tuple[int, int]
+    device: torch.device
+
+    @property
+    def given(self) -> tuple[Mark, ...]:
+        """All marks."""
+        return (*self.query_marks, *self.key_marks)
+
+    def marks(self) -> Marks:
+        """The marks, bands included."""
+        return marks_of(
+            self.query_marks,
+            self.key_marks,
+            self.comparisons,
+            self.bands,
+            self.positions,
+            self.device,
+        )
+
+    def remembered(self, kind: tuple[Any, ...], find: Callable[[], Answer]) -> Answer:
+        """What ``find`` gives, once for all layers that ask the same."""
+        question = (*kind, self.comparisons, self.bands, self.positions)
+        return remembered(self.given, question, find)
+
+
+@_disable_dynamo
+def _in_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: _Question,
+    scale: float,
+    where: Where,
+    flat: Flat | None,
+    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cap: float | None,
+    dropout: WeightDropout | None,
+) -> Tensor:
+    """Attention in blocks; see :func:`~shardwright.runtime.ops.split_attention.attention_in_tiles`.
+    ``flat``: what queries that see no key get, if it is not zeros.
+    """
+    samples, positions = query.shape[0], asked.positions
+    blind_see_all = flat is not None
+
+    def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
+        if not asked.given and asked.bands is not None and not blind_see_all:
+            return (Seen((0, samples), asked.bands),), None
+        if mask is not None:
+            return (Seen((0, samples), all_keys(*positions)),), None
+        marks = asked.marks()
+        return seen(marks, samples, blind_see_all=blind_see_all), marks
+
+    sees, marks = asked.remembered(("seen", samples, blind_see_all), found_seen)
+    if math.prod(positions) > MOST_MASKED and not all(some.exact for some in sees):
+        warnings.warn(
+            "attention makes masks for parts of its scores: what a query sees is no interval of "
+            "keys, so that kernels cannot skip what it does not see",
+            stacklevel=3,
+        )
+    return attention_in_tiles(
+        query,
+        key,
+        value,
+        sees,
+        scale,
+        where,
+        mask=mask,
+        marks=marks,
+        sinks=sinks,
+        cap=cap,
+        dropout=dropout,
         # Zigzag has evened out what sizes alone tell.
-        evens_out=any(isinstance(mark, Tensor) for mark in given),
+        evens_out=any(isinstance(mark, Tensor) for mark in asked.given),
+        flat=flat or "mean",
     )

@@ -27,11 +27,13 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.marks import Marks, Seen
 from shardwright.runtime.ops.attention_blocks import (
     Block,
+    Flat,
     as_bias,
     attend,
     attend_backward,
@@ -117,6 +119,7 @@ def split_attention(
     bands = (earlier_keys if is_causal else all_keys)(
         whole_length(lengths[0]) * query_unit, whole_length(lengths[1])
     )
+    leave_graph()
     one_batch = [_one_batch(x, leads) for x in (query, key, value)]
     out = attention_in_tiles(
         one_batch[0],
@@ -145,6 +148,18 @@ class Where:
     query_unit: int = 1
 
 
+def leave_graph() -> None:
+    """End a graph of torch's compiler, where one is made: which blocks there are, and what is sent,
+    follows from values.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            msg="attention in blocks depends on values, such as lengths of documents: a compiled "
+            "module runs it between two graphs, so leave fullgraph=True out"
+        )
+
+
+@_disable_dynamo
 def attention_in_tiles(
     query: Tensor,
     key: Tensor,
@@ -159,6 +174,7 @@ def attention_in_tiles(
     cap: float | None = None,
     dropout: WeightDropout | None = None,
     evens_out: bool = False,
+    flat: Flat = "mean",
 ) -> Tensor:
     """Attention of this rank's queries, ``[samples, heads, L, E]``, of which ``seen`` says what
     they see; key and value ``[samples, key heads, S, ...]``.
@@ -167,7 +183,8 @@ def attention_in_tiles(
     keys are seen where ``seen`` is not exact. ``sinks``: by head, a score that takes its part of
     the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
     ``dropout``: which weights are dropped. ``evens_out``: some queries may be computed by ranks
-    that have less to do; there is no ``mask`` then.
+    that have less to do; there is no ``mask`` then. ``flat``: what queries get whose bands are
+    flat, as they see no key.
     """
     places = tuple(Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
     of_call = 0
@@ -176,7 +193,7 @@ def attention_in_tiles(
         of_call = call_pairs(query.device.type, query.shape[1], widths)
     steps = steps_of(places, where.lengths, where.query_unit, seen, of_call, evens_out=evens_out)
     axis = where.ring or next(iter(where.query_axes), None)
-    attention = _Attention(axis, steps, scale, marks, cap, dropout)
+    attention = _Attention(axis, steps, scale, marks, cap, dropout, flat)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
@@ -235,6 +252,7 @@ class _Attention:
     marks: Marks | None
     cap: float | None
     dropout: WeightDropout | None
+    flat: Flat
 
 
 # ------------------------------------------------------------------------------------------------
@@ -478,7 +496,7 @@ class _Blocks:
             bias=self._bias(part),
             alike=alike,
             cap=self._attention.cap,
-            flat=kind == "flat",
+            flat=self._attention.flat if kind == "flat" else None,
             dropout=self._dropout(part),
             wants_bias=self._wants_mask,
         )

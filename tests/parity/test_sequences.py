@@ -483,6 +483,9 @@ class ByHand(nn.Module):
             scores, hidden = 3.0 * torch.tanh(scores / 3.0), ~(place[None, :] <= place[:, None])
         elif self.kind == "sinks":
             hidden = hidden | (documents == 0)[:, None, None, :]  # some queries see no key
+        elif self.kind.startswith("filled"):  # the first queries of a row see no key
+            hidden, least = hidden | (documents == 0)[:, None, None, :], torch.finfo(x.dtype).min
+            scores = 3.0 * torch.tanh(scores / 3.0) if "cap" in self.kind else scores
         scores = scores.masked_fill(hidden, least)
         if self.kind == "sinks":
             sinks = self.sinks[None, :, None, None].expand(2, 4, 7, 1)
@@ -492,7 +495,10 @@ class ByHand(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    ["zeros", "buffer", "padding", "documents", "cap", "sinks", "einsum", "turned einsum"],
+    [
+        *("zeros", "buffer", "padding", "documents", "cap", "sinks", "einsum", "turned einsum"),
+        *("filled", "filled cap"),
+    ],
 )
 @pytest.mark.parametrize(
     "mode",

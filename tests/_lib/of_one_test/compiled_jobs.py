@@ -127,6 +127,71 @@ def eager_and_compiled(folder: str) -> dict[str, Any]:
     return found
 
 
+class Packed(nn.Module):
+    """Two layers of causal attention within documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(32, 96) for _ in range(2))
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        mask = (document[:, None, :, None] == document[:, None, None]) & (
+            place[:, None] >= place[None]
+        )
+        for layer in self.qkv:
+            query, key, value = layer(x).view(*x.shape[:2], 12, 8).transpose(1, 2).split(4, 1)
+            y = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+ROWS = ((*(1,) * 256, 256, 256, *(1,) * 256), (1024,), (100, 500, 424))
+"""Lengths of documents, by step. Of 2 ranks in zigzag the first has the single tokens."""
+
+
+def packed_rows(folder: str, mode: str) -> tuple[Any, Any, int, str]:
+    """Losses, parameters and bytes received by step, eager and compiled with inductor; how many
+    graphs that took; what ``fullgraph=True`` says.
+    """
+    config = shardwright.ComputeConfig(
+        plan_ngpus=2, runtime_ngpus=2, pas_config={"cp_mode": mode, "cp_turns": 1}
+    )
+
+    def inputs(row: tuple[int, ...]) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 1024, 32, generator=generator, dtype=torch.float64)
+        return {"x": x, "document": torch.repeat_interleave(torch.tensor(row))[None]}
+
+    def run(options: dict[str, Any] | None) -> Any:
+        torch.manual_seed(0)
+        model, where = Packed().double(), f"{folder}/{mode}"
+        module = shardwright.parallelize(model, inputs(ROWS[0]), "cp", config, gen_savedir=where)
+        call = module if options is None else torch.compile(module, **options)
+        optimizer = shardwright.build_optimizer(module, torch.optim.SGD, lr=0.1)
+        found = []
+        for row in ROWS:
+            optimizer.zero_grad()
+            with shardwright.count_communication() as counted:
+                loss = call(**inputs(row))
+                loss.backward()
+            optimizer.step()
+            found.append((float(loss.detach()), counted.total("all_to_all").received))
+        return found, [parameter.detach().clone() for parameter in module.parameters()]
+
+    eager = run(None)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = run({"backend": "inductor"})
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    try:
+        run({"backend": "eager", "fullgraph": True})
+    except torch._dynamo.exc.Unsupported as error:
+        return eager, compiled, num_graphs, str(error)
+    return eager, compiled, num_graphs, ""
+
+
 def refusal(module: ParallelModule, call: Callable[..., Any]) -> str:
     """What a call says that gives the ranks of a unit different batches."""
     module.expect_comparison()

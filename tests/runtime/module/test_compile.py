@@ -26,6 +26,23 @@ def test_compiled_modules_train_as_they_do_without(tmp_path):
             assert ("is not the same on all ranks of a unit" in refusal) is is_one_unit, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+def test_compiled_modules_even_out_packed_rows(mode, tmp_path):
+    """Lengths of documents differ from step to step, and so does what ranks send: it is that of the
+    eager module, between a graph before each attention and one behind the last.
+    """
+    for found in run_processes(2, "compiled_jobs:packed_rows", str(tmp_path), mode):
+        eager, compiled, num_graphs, refusal = found
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
+        received = [num_bytes for _, num_bytes in compiled[0]]
+        # A single document needs no moves; with whole keys nothing else is exchanged.
+        assert received[0] > 0 and (received[1] == 0) is (mode == "gather")
+        assert num_graphs == 3
+        assert "attention in blocks depends on values" in refusal
+        assert "leave fullgraph=True out" in refusal
+
+
 def test_compiling_the_calls_of_a_module_that_is_called_by_its_steps(tmp_path):
     model, (x, y) = compiled_jobs.Loss().double(), compiled_jobs.batch(0)
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, use_end2end=True)

@@ -308,6 +308,38 @@ def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size:
     assert moves_of(tuple(seen), queries, sum(work)) == ()
 
 
+@pytest.mark.parametrize("blind", ["mean", "constant", "nan"])
+def test_a_query_without_keys_gets_what_one_device_makes_of_it(blind: str) -> None:
+    """Scores are replaced by a large number, or one is added, or minus infinity: values alike, or
+    nan; gradients reach scores only where something was added.
+    """
+    query, key, value = (torch.randn(2, 3, 6, 4, dtype=torch.float64) for _ in range(3))
+    counts = torch.arange(6) >= torch.tensor([[2], [0]])
+    place = torch.arange(6)
+    seen = (place[None, :] <= place[:, None]) & counts[:, None, None]
+
+    def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores, least = query @ key.mT / 2, torch.finfo(query.dtype).min
+        if blind == "constant":
+            scores = scores.masked_fill(~seen, least)
+        else:
+            added = query.new_full((), -torch.inf if blind == "nan" else least)
+            scores = scores + torch.where(seen, query.new_zeros(()), added)
+        return scores.softmax(-1) @ value
+
+    def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query_marks, key_marks = (place[:, None], 1), (place, counts[:, None, None])
+        return attention_where(query, key, value, query_marks, key_marks, ("le", "eq"), blind=blind)
+
+    found = []
+    for attend in (by_hand, in_tiles):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = attend(*leaves)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert bool(found[0][0].isnan().any()) is (blind == "nan")
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 def test_no_rank_takes_more_queries_than_half_of_its_own() -> None:
     """The first of 4 ranks has single tokens, the others documents of 64: that it computes 0.7
     times its own queries for others would even out their work.

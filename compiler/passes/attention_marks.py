@@ -211,6 +211,11 @@ class _Finder:
         products = scores.products
         if not _are_plain(products.query, products.key, value):
             return None
+        is_plain = products.cap is None and sinks is None
+        if is_plain and self._is_causal(scores.mask, products.query, products.key, products.scale):
+            # Torch's own kernel skips what is hidden, and takes no marks or bands for it.
+            causal = {"scale": products.scale, "dropout_p": rate, "is_causal": True}
+            return self._grouped(op, products.query, products.key, value, causal)
         others = {
             **scores.mask.arguments,
             "scale": products.scale,

@@ -97,7 +97,17 @@ def test_scores_with_a_cap_and_no_mask_are_attention() -> None:
 
 
 def test_attention_written_out_is_torchs_operator() -> None:
-    """Dropout in training, a bias of two summands as T5 has it, and repeated heads of keys."""
+    """The plain causal triangle; dropout in training and a bias of two summands as T5 has it. Heads
+    of keys are repeated in both.
+    """
+
+    def causal(x: Tensor, counts: Tensor) -> Tensor:
+        key = x[:, :1].repeat_interleave(3, 1)
+        return (x @ key.mT / 2).masked_fill(~earlier(x), -torch.inf).softmax(-1) @ key
+
+    (op,) = attention_of(causal)
+    assert (op.target, op.operands[1].shape) == ("scaled_dot_product_attention", (2, 1, 6, 4))
+    assert {"is_causal": True, "enable_gqa": True, "scale": 0.5}.items() <= dict(op.args).items()
 
     def attend(x: Tensor, counts: Tensor) -> Tensor:
         key = x[:, :1].repeat_interleave(3, 1)
@@ -136,7 +146,8 @@ def test_what_is_no_attention_keeps_its_spelling() -> None:
     inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
     graph = plans.annotated(plans.traced(Attention(attend), inputs))
     targets = [op.target for op in graph.ops if op.target not in ("mul", "bitwise_not")]
-    assert targets == ["attention_where", "permute", "einsum", "masked_fill"]
+    assert targets == ["scaled_dot_product_attention", "permute", "einsum", "masked_fill"]
+    assert graph.ops[1].arg("is_causal") is True
     assert [value.shape for value in graph.outputs] == [(2, 6, 3, 4), (2, 6, 3, 6)]
 
 

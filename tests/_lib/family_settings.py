@@ -155,6 +155,7 @@ SETTINGS: Mapping[str, Settings] = {
         "qk_channels": 32,
         "v_channels": 32,
     },
+    "sam3_tracker": {"vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "sam2": {f"backbone_config.{name}": value for name, value in _HIERA.items()} | _FPN,
     "vibevoice_acoustic_tokenizer": {
         "num_filters": 4,
@@ -334,10 +335,12 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "attention_mask": torch.ones(BATCH, 16, dtype=torch.long),
     },
     "granite_speech": lambda c: {
-        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
+        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim),
+        "input_features_mask": None,
     },
     "granite_speech_plus": lambda c: {
-        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
+        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim),
+        "input_features_mask": None,
     },
     "chameleon": lambda c: {"pixel_values": None},
     "fastspeech2_conformer": _spoken,

@@ -169,17 +169,20 @@ def _from_tester(test: Any, *, mask: bool, labels: bool) -> tuple[nn.Module, dic
 
 
 class Summed(nn.Module):
-    """A loss of whatever floating tensors a model returns."""
+    """A loss of whatever floating tensors a model returns. ``has_infinite``: some elements are
+    minus infinity, as scores of what is padding; they count as zeros.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_infinite: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.has_infinite = model, has_infinite
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """The sum of means of sines of all results."""
-        return torch.stack(
-            [(3 * x + 0.5).sin().mean() for x in _floating(self.model(**inputs))]
-        ).sum()
+        found = list(_floating(self.model(**inputs)))
+        if self.has_infinite:
+            found = [x.masked_fill(x.isinf(), 0.0) for x in found]
+        return torch.stack([(3 * x + 0.5).sin().mean() for x in found]).sum()
 
 
 def _floating(result: Any) -> Iterator[Tensor]:
@@ -382,7 +385,8 @@ def _with_loss(model: nn.Module, given: dict[str, Any]) -> tuple[nn.Module, dict
         result["loss"] if isinstance(result, Mapping) and result.get("loss") is not None else None
     )
     if loss is None or loss.ndim:
-        model, given = Summed(model).train(), {"inputs": given}
+        has_infinite = any(bool(x.isinf().any()) for x in _floating(result))
+        model, given = Summed(model, has_infinite=has_infinite).train(), {"inputs": given}
         loss = model(**given)
     if not bool(torch.isfinite(loss)):
         raise ValueError("the loss of one device is not finite")

@@ -69,10 +69,16 @@ class Selecting:
             return None
         whole, index = self._mode.on_fakes(tuple(given[key] for key in names))
         items = _without_slices(index if isinstance(index, tuple) else (index,))
-        if name == "masked_select" and (
-            not isinstance(index, torch.Tensor) or index.shape != whole.shape
-        ):
-            return None
+        if name == "masked_select":
+            if not isinstance(index, torch.Tensor):
+                return None
+            # Masks of rows choose all of a row.
+            if index.shape != whole.shape:
+                shape = torch.broadcast_shapes(whole.shape, index.shape)
+                with self._mode:
+                    index = index if index.shape == shape else index.expand(shape)
+                    whole = whole if whole.shape == shape else whole.expand(shape)
+            items = (index,)
         # Masks of known values are places, so the result has a size and any operator can follow.
         if (places := self._places(items)) is not None:
             with self._mode:

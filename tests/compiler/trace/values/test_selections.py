@@ -48,6 +48,12 @@ def changed_after(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor
     return rows.sum() + x[mask].mean()
 
 
+def masks_of_rows(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    rows = mask[..., None]
+    of_places = x.mean(-1, keepdim=True).masked_select(mask[:1, :, None].expand(4, 6, 3))
+    return F.l1_loss(x.masked_select(rows), y.masked_select(rows)) + of_places.square().sum()
+
+
 def chosen_without_gradient(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
     with torch.no_grad():
         rows = x[mask]
@@ -124,6 +130,7 @@ READS: dict[str, Read] = {
         x[mask].sum(0) + torch.mean(x[mask,], dim=[-2]) + x[x > 0].sum(-1)
     ),
     "mean": lambda x, y, mask, classes: torch.mean(x[mask]) + x.masked_select(x > 0).mean(),
+    "masks of rows": masks_of_rows,
     "count": lambda x, y, mask, classes: x.sum() * (mask & (classes > 1))[mask].sum(),
     "cross entropy": lambda x, y, mask, classes: F.cross_entropy(
         x[mask], classes[mask], WEIGHTS, label_smoothing=0.1

@@ -74,7 +74,8 @@ class Selecting:
                 return None
             # Masks of rows choose all of a row.
             if index.shape != whole.shape:
-                shape = torch.broadcast_shapes(whole.shape, index.shape)
+                common: Any = torch.broadcast_shapes  # has no types
+                shape = common(whole.shape, index.shape)
                 with self._mode:
                     index = index if index.shape == shape else index.expand(shape)
                     whole = whole if whole.shape == shape else whole.expand(shape)

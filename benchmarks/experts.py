@@ -16,10 +16,10 @@ What is written by hand is in ``experts_by_hand.py``. ``model-hf`` also compares
 transformers' first step with those of one device, and prints how far they are apart at most. Both
 sides live in the same processes and take turns step by step, so that load from elsewhere meets
 both. A step is zero_grad, forward, backward, reduction of gradients, optimizer step, for one batch
-that all ranks share, and it returns the loss of the whole batch, which takes a sum over the ranks.
-With ``--own-losses 1`` a peer's step returns the loss of a rank's own part instead, which takes
-none; ours sums it all the same. Both sides begin with the same weights, and their losses are
-compared.
+of which both sides give each rank its rows. It returns the loss of the whole batch, which takes a
+sum over the ranks. With ``--own-losses 1`` a peer's step returns the loss of a rank's own part
+instead, which takes none; ours sums it all the same. Both sides begin with the same weights, and
+their losses are compared.
 
 ``memory`` prints what rank 0 holds of parameters, gradients and optimizer state, by experts per
 rank. ``compile`` compiles the shape of Qwen3-235B-A22B for 64 ranks, weights on the meta device.
@@ -91,18 +91,24 @@ def loss_of(result: Tensor | dict[str, Tensor]) -> Tensor:
 def ours(case: str, policy: str, folder: str, num_experts: int = 16) -> Side:
     """The module compiled by shardwright."""
     num_ranks = dist.get_world_size()
-    config = shardwright.ComputeConfig(
-        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, outputs="loss", use_async_reducer=True
-    )
     model, batch = make(case, num_experts)
+    # Every rank is given its rows of the batch, as those of a peer are.
+    config = shardwright.ComputeConfig(
+        plan_ngpus=num_ranks,
+        runtime_ngpus=num_ranks,
+        inputs=dict.fromkeys(batch, "sharded"),
+        outputs="loss",
+        use_async_reducer=True,
+    )
     module = shardwright.parallelize(
         model, batch, policy, config, gen_savedir=f"{folder}/{policy}{num_experts}", reuse="moo"
     )
     optimizer = shardwright.build_optimizer(module, torch.optim.AdamW, config, lr=LEARNING_RATE)
+    mine = module.cut_inputs(**batch)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = loss_of(module(**batch))
+        loss = loss_of(module(**mine))
         loss.backward()
         optimizer.step()
         return loss.item()

@@ -53,11 +53,11 @@ def dense(results: Sequence[Any], operands: Sequence[Any], densities: Densities)
 
 def _routing(mask: Tensor) -> Routing:
     _, token = mask.nonzero(as_tuple=True)  # by expert, then by token
-    return Routing(token, mask.sum(1), mask.shape[1], 0)
+    return Routing(token, mask.sum(1).cumsum(0).int(), mask.shape[1], 0)
 
 
 def _mask(routing: Routing) -> Tensor:
-    num_experts = routing.counts.numel()
+    num_experts = routing.ends.numel()
     expert = torch.arange(num_experts).repeat_interleave(routing.counts)
     mask = torch.zeros(num_experts, routing.num_tokens, dtype=torch.int64)
     return mask.index_put((expert, routing.token), torch.tensor(1))

@@ -27,21 +27,25 @@ to the ranks that have its experts. The sums come back the same way.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.flights import Finish, Flight, arrive, leave
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
-from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ops.token_messages import (
+    Move,
+    Tokens,
+    moved,
+    moving,
+    rows_flight,
+    send_tokens,
+)
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import Run, dealt, within
 
@@ -64,7 +68,7 @@ def dispatch(
     Returns ``(rows, gains, routing)``, without gains if there are no weights.
     """
     axes = expert_axes, exchange
-    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, _moved)()
+    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, moved)()
 
 
 def start_dispatch(
@@ -81,7 +85,7 @@ def start_dispatch(
     tokens are under way in between.
     """
     axes = expert_axes, exchange
-    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, _moving)
+    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, moving)
 
 
 def combine(
@@ -97,7 +101,7 @@ def combine(
     ``exchange``, ``token_dims``: as in :func:`dispatch`; each rank then gets the sums of its own
     tokens.
     """
-    return _combined(rows, routing, exchange, token_dims, _moved)()
+    return _combined(rows, routing, exchange, token_dims, moved)()
 
 
 def start_combine(
@@ -110,7 +114,7 @@ def start_combine(
     """Begin a :func:`combine`; what is returned waits for it. Along the first axis of an exchange
     sums are under way in between.
     """
-    return _combined(rows, routing, exchange, token_dims, _moving)
+    return _combined(rows, routing, exchange, token_dims, moving)
 
 
 def _dispatched(
@@ -121,10 +125,11 @@ def _dispatched(
     expert_axes: Axes,
     exchange: Axes,
     token_dims: TokenDims,
-    move: _Move,
+    move: Move,
 ) -> Callable[[], tuple[Any, ...]]:
     exchange, expert_axes = communicating(exchange), communicating(expert_axes)
     check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
+    chosen = chosen.long()
     if exchange:
         finish = _exchanged(
             x, chosen, weights, expert_axes, exchange, token_dims, num_experts, move
@@ -141,7 +146,7 @@ def _dispatched(
 
 
 def _combined(
-    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: _Move
+    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: Move
 ) -> Callable[[], Tensor]:
     checked_routing(routing)
     exchange = communicating(exchange)
@@ -173,16 +178,17 @@ def _local(
     runs = piece_runs(expert_axes, num_experts)
     count = sum(size for _, size in runs)
     num_tokens, top_k = chosen.shape
-    expert = _numbered(chosen.reshape(-1), runs)  # [tokens * top_k]
-    # Stable, so that the rows of an expert are in the order of the tokens.
-    order = expert.argsort(stable=True)
     complete = count == num_experts  # then a GPU is not asked how many rows there are
+    expert = chosen.reshape(-1)  # [tokens * top_k]
+    # Stable, so that the rows of an expert are in the order of the tokens.
+    expert, order = (expert if complete else _numbered(expert, runs)).sort(stable=True)
     if not complete:
-        order = order[expert[order] >= 0]
-    counts = _counted(expert[order], count)
+        here = expert >= 0
+        expert, order = expert[here], order[here]
+    ends = _ends(expert, torch.arange(1, count + 1, device=expert.device))
     token = order.div(max(1, top_k), rounding_mode="floor")
     gains = None if weights is None else weights.reshape(-1).index_select(0, order)
-    routing = Routing(token, counts, num_tokens, top_k, order if complete else None)
+    routing = Routing(token, ends, num_tokens, top_k, order if complete else None)
     return x.index_select(0, token), gains, routing
 
 
@@ -196,33 +202,18 @@ def _numbered(expert: Tensor, runs: Sequence[Run]) -> Tensor:
     return numbered
 
 
-def _counted(expert: Tensor, count: int) -> Tensor:
-    """The number of rows of each of ``count`` experts."""
-    ones = torch.ones_like(expert)
-    return torch.zeros(count, dtype=torch.long, device=expert.device).index_add_(0, expert, ones)
+def _ends(keys: Tensor, bounds: Tensor) -> Tensor:
+    """How many of the sorted ``keys`` are smaller than each bound."""
+    return torch.searchsorted(keys, bounds, out_int32=True)
 
 
 def _summed(rows: Tensor, place: Tensor, count: int) -> Tensor:
     """Rows added up by their places."""
-    return rows.new_zeros(count, *rows.shape[1:]).index_add(0, place, rows)
+    return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, place, rows)
 
 
 # ------------------------------------------------------------------------------------------------
 # rows from and to other ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Tokens on their way to experts, on one rank. ``number [tokens]``: which of all tokens of the
-    exchange they are. ``token``, ``expert``, ``weights`` ``[choices]``: of each choice that is here
-    which of these tokens made it, of which expert, with which weight.
-    """
-
-    x: Tensor
-    number: Tensor
-    token: Tensor
-    expert: Tensor
-    weights: Tensor | None = None
 
 
 def _exchanged(
@@ -233,104 +224,60 @@ def _exchanged(
     exchange: Axes,
     token_dims: TokenDims,
     num_experts: int,
-    move: _Move,
+    move: Move,
 ) -> Callable[[], tuple[Tensor, Tensor | None, Routing]]:
     """Send each token to the ranks that have an expert for it, and make the rows there. ``move``:
     what sends them along the last axis.
     """
     device, top_k = x.device, chosen.shape[1]
-    ranks = _ranks_of(expert_axes, (num_experts,), device)
-    # Choices of experts that lie beyond the axes of the exchange belong to other ranks.
-    expert = chosen.reshape(-1)
-    reached = torch.ones(num_experts, dtype=torch.bool, device=device)
-    for axis in expert_axes:
-        if axis not in exchange:
-            reached &= ranks[axis.name] == axis.index
-    choices = reached[expert].nonzero().squeeze(1)
-    held = _Held(
-        x,
-        _own_numbers(token_dims, device),
-        choices.div(top_k, rounding_mode="floor"),
-        expert[choices],
-        None if weights is None else weights.reshape(-1).index_select(0, choices),
-    )
-    legs = []
-    *axes, last = exchange
-    for axis in axes:
-        held, leg = _sent_along(axis, held, ranks[axis.name], _moved)()
+    tokens, legs = Tokens(x, _own_numbers(token_dims, device), chosen, weights), list[Leg]()
+    total = math.prod(sum(_segments(dim)) for dim in token_dims)
+
+    def start(index: int, move: Move) -> Callable[[], tuple[Tokens, Leg, int]]:
+        """Send tokens along one of the axes."""
+        # Experts beyond the axes of the exchange are reached from other ranks; so are those of
+        # other ranks along an axis that the token has crossed already.
+        others = tuple(axis for axis in expert_axes if axis not in exchange[index:])
+        receivers = _receivers(exchange[index], others, expert_axes, num_experts)
+        return send_tokens(tokens, exchange[index], torch.tensor(receivers, device=device), move)
+
+    for index in range(len(exchange) - 1):
+        tokens, leg, _ = start(index, moved)()
         legs.append(leg)
-    come = _sent_along(last, held, ranks[last.name], move)
+    come = start(len(exchange) - 1, move)
 
     def finish() -> tuple[Tensor, Tensor | None, Routing]:
-        held, leg = come()
-        # By expert, then by token: the same order as on one device.
+        arrived, leg, num_rows = come()
+        # By expert, then by token: the same order as on one device. Choices of experts of other
+        # ranks, which came with their tokens, are sorted behind.
         runs = piece_runs(expert_axes, num_experts)
-        total = math.prod(sum(_segments(dim)) for dim in token_dims)
-        local, number = _numbered(held.expert, runs), held.number[held.token]
-        order = (local * total + number).argsort(stable=True)
-        position = held.token[order]
-        gains = None if held.weights is None else held.weights.index_select(0, order)
+        count = sum(size for _, size in runs)
+        own = [number for start, size in runs for number in range(start, start + size)]
+        keys = [count * total] * num_experts  # of each expert's first token
+        for local, expert in enumerate(own):
+            keys[expert] = local * total
+        number, experts = arrived.number, arrived.experts
+        key = torch.tensor(keys, device=device).index_select(0, experts.reshape(-1))
+        key = key.view(experts.shape).add_(number.unsqueeze(1)).view(-1)
+        key, order = (of[:num_rows] for of in key.sort(stable=True))
+        position = order.div(max(1, top_k), rounding_mode="floor")
+        gains = None
+        if arrived.weights is not None:
+            gains = arrived.weights.reshape(-1).index_select(0, order)
         routing = Routing(
-            number[order],
-            _counted(local, sum(size for _, size in runs)),
+            number.index_select(0, position),
+            _ends(key, torch.arange(1, count + 1, device=device) * total),
             total,
             top_k,
             arrivals=Arrivals(exchange, token_dims, position, [*legs, leg]),
         )
-        return held.x.index_select(0, position), gains, routing
-
-    return finish
-
-
-def _sent_along(
-    axis: AxisGroup, held: _Held, ranks: Tensor, move: _Move
-) -> Callable[[], tuple[_Held, Leg]]:
-    """Send each token once to every rank of an axis that has an expert for it, and its choices of
-    these experts. ``ranks``: of every expert the index of its rank.
-    """
-    num_tokens, owner = held.x.shape[0], ranks[held.expert]
-    # [ranks, tokens]: a token with two experts on one rank goes there once.
-    wanted = torch.zeros(axis.size, num_tokens, dtype=torch.bool, device=owner.device)
-    wanted[owner, held.token] = True
-    receiver, sent_token = wanted.nonzero(as_tuple=True)
-    by_owner = owner.argsort(stable=True)
-    owner, expert, token = owner[by_owner], held.expert[by_owner], held.token[by_owner]
-    # Where each sent token stands in the whole message; less what goes to ranks before the
-    # receiver, where it stands among those that the receiver gets from this rank.
-    sent_before = wanted.reshape(-1).cumsum(0).view_as(wanted) - 1
-    tokens_to = torch.bincount(receiver, minlength=axis.size)
-    choices_to = torch.bincount(owner, minlength=axis.size)
-    place = sent_before[owner, token] - (tokens_to.cumsum(0) - tokens_to)[owner]
-
-    # Counts go first, then all else in one message.
-    counts = torch.stack([tokens_to, choices_to], 1)
-    ones = [1] * axis.size
-    came = _all_to_all(counts, axis, ones, ones)
-    (tokens_in, choices_in), (tokens_out, choices_out) = came.T.tolist(), counts.T.tolist()
-    of_tokens = [held.x.index_select(0, sent_token), held.number[sent_token]]
-    of_choices = [expert, place]
-    if held.weights is not None:
-        of_choices.append(held.weights.index_select(0, by_owner))
-    come = move(
-        of_tokens + of_choices,
-        axis,
-        [tokens_out] * len(of_tokens) + [choices_out] * len(of_choices),
-        [tokens_in] * len(of_tokens) + [choices_in] * len(of_choices),
-    )
-
-    def finish() -> tuple[_Held, Leg]:
-        arrived, number, expert, place, *weights = come()
-        # Places are counted by each sender from 0.
-        offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=place.device)
-        token = place + _repeated(offset, choices_in)
-        leg = Leg(axis, tokens_in, tokens_out, sent_token, num_tokens)
-        return _Held(arrived, number, token, expert, *weights), leg
+        return arrived.x.index_select(0, position), gains, routing
 
     return finish
 
 
 def _returned(
-    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: _Move
+    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: Move
 ) -> Callable[[], Tensor]:
     """Add up what this rank's experts made of each token, send it home, and add it up there.
     ``move``: what sends it along the first axis, which is the last one on the way home.
@@ -344,9 +291,9 @@ def _returned(
     made = _summed(rows, arrivals.position, sum(arrivals.legs[-1].received))
     home, *legs = arrivals.legs
     for leg in reversed(legs):
-        back = exchange_rows(made, leg.axis, leg.received, leg.sent)
+        (back,) = moved(rows_flight(leg.axis, leg.received, leg.sent), [made])()
         made = _summed(back, leg.tokens, leg.num_tokens)
-    come = move([made], home.axis, [home.received], [home.sent])
+    come = move(rows_flight(home.axis, home.received, home.sent), [made])
     return lambda: _summed(come()[0], home.tokens, home.num_tokens)
 
 
@@ -398,16 +345,44 @@ def _dim_axes(dim: tuple[int | AxisGroup, ...]) -> Axes:
 
 def _own_numbers(token_dims: TokenDims, device: torch.device) -> Tensor:
     """Which of all tokens are this rank's, ascending."""
-    number = torch.zeros(1, dtype=torch.long, device=device)
-    for dim in token_dims:
-        segments, axes, places, before = _segments(dim), _dim_axes(dim), [], 0
-        for segment in segments:
-            for start, size in piece_runs(axes, segment):
-                places.append(torch.arange(start, start + size, device=device) + before)
-            before += segment
-        place = torch.cat(places) if places else number.new_zeros(0)
-        number = (number.unsqueeze(1) * before + place).reshape(-1)
+    # Dims that nothing cuts are a part of the dim before: 4 samples of 6 positions are 4 times 6.
+    dims: list[tuple[tuple[int | AxisGroup, ...], int]] = []
+    unit = 1
+    for index, dim in reversed(list(enumerate(token_dims))):
+        if _dim_axes(dim) or index == 0:
+            dims.insert(0, (dim, unit))
+            unit = 1
+        else:
+            unit *= sum(_segments(dim))
+    number = None
+    for dim, unit in dims:
+        segments, axes = _segments(dim), _dim_axes(dim)
+        runs = piece_runs(axes, segments, unit) or ((0, 0),)
+        places = [torch.arange(start, start + size, device=device) for start, size in runs]
+        place = places[0] if len(places) == 1 else torch.cat(places)
+        if number is None:
+            number = place
+        else:
+            number = (number.unsqueeze(1) * (unit * sum(segments)) + place).reshape(-1)
+    assert number is not None
     return number
+
+
+def _receivers(
+    axis: AxisGroup, others: Axes, expert_axes: Axes, num_experts: int
+) -> tuple[int, ...]:
+    """The rank of every expert along ``axis``; the size of the axis for an expert that is not where
+    this rank is along ``others``.
+    """
+    places = _places_of(tuple((axis.size, axis.turns) for axis in expert_axes), (num_experts,))
+    by_axis = dict(zip((axis.name for axis in expert_axes), places, strict=True))
+    found = by_axis[axis.name]
+    for other in others:
+        found = tuple(
+            place if there == other.index else axis.size
+            for place, there in zip(found, by_axis[other.name], strict=True)
+        )
+    return found
 
 
 def _ranks_of(axes: Axes, segments: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
@@ -445,141 +420,6 @@ def _places_of(
     return tuple(map(tuple, found))
 
 
-def _repeated(values: Tensor, counts: list[int]) -> Tensor:
-    return values.repeat_interleave(torch.tensor(counts, device=values.device))
-
-
-def _all_to_all(
-    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase = "forward"
-) -> Tensor:
+def _all_to_all(x: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
     """Rows of ``x`` to every rank, ``send[i]`` to rank ``i``, and the rows that come, by sender."""
-    return axis.communicator.all_to_all_rows(x, send, receive, phase=phase)
-
-
-def _together(
-    tensors: Sequence[Tensor],
-    axis: AxisGroup,
-    send: Sequence[list[int]],
-    receive: Sequence[list[int]],
-    begin: Callable[..., Callable[[], Tensor]],
-    phase: Phase,
-) -> Finish:
-    """:func:`_all_to_all` of several tensors, in one message: their bytes, as numbers of the
-    smallest of their dtypes. ``begin``: what begins a message, and returns what waits for it.
-    """
-    if len(tensors) == 1:
-        alone = begin(tensors[0], axis, send[0], receive[0], phase)
-        return lambda: [alone()]
-    # A rank's part of the message is the parts of all tensors, end to end.
-    dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
-    widths = [math.prod(x.shape[1:]) * x.dtype.itemsize // dtype.itemsize for x in tensors]
-    out, into = (
-        [[width * rows for rows in counts] for width, counts in zip(widths, sizes, strict=True)]
-        for sizes in (send, receive)
-    )
-    parts = [
-        x.reshape(-1).view(dtype).split_with_sizes(sizes)
-        for x, sizes in zip(tensors, out, strict=True)
-    ]
-    message = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
-    to_ranks, from_ranks = ([sum(of) for of in zip(*side, strict=True)] for side in (out, into))
-    come = begin(message, axis, to_ranks, from_ranks, phase)
-    kinds = [(x.dtype, (sum(n), *x.shape[1:])) for x, n in zip(tensors, receive, strict=True)]
-
-    def finish() -> list[Tensor]:
-        chunks = come().split_with_sizes(
-            [size for from_rank in zip(*into, strict=True) for size in from_rank]
-        )
-        return [
-            torch.cat(chunks[index :: len(kinds)]).view(dtype).view(shape)
-            for index, (dtype, shape) in enumerate(kinds)
-        ]
-
-    return finish
-
-
-def exchange_rows(rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
-    """The rows that other ranks send, in the order of the ranks; gradients go back."""
-    return _moved((rows,), axis, (send,), (receive,))()[0]
-
-
-# Two ways to move several tensors in one message each way. Integers have no gradients, which need
-# not go back.
-
-_Move = Callable[
-    [Sequence[Tensor], AxisGroup, Sequence[list[int]], Sequence[list[int]]],
-    Callable[[], Sequence[Tensor]],
-]
-"""What moves rows along an axis, so and so many to each rank and from it, and returns what waits
-for them.
-"""
-
-
-def _moved(
-    tensors: Sequence[Tensor],
-    axis: AxisGroup,
-    send: Sequence[list[int]],
-    receive: Sequence[list[int]],
-) -> Callable[[], Sequence[Tensor]]:
-    """Rows of other ranks, which are here at once."""
-    came = cast(
-        tuple[Tensor, ...],
-        _Exchange.apply(axis, send, receive, *tensors),  # type: ignore[no-untyped-call]
-    )
-    return lambda: came
-
-
-def _moving(
-    tensors: Sequence[Tensor],
-    axis: AxisGroup,
-    send: Sequence[list[int]],
-    receive: Sequence[list[int]],
-) -> Callable[[], Sequence[Tensor]]:
-    """Rows of other ranks, which are under way until what is returned is called."""
-    real = [x.is_floating_point() for x in tensors]
-    send_home, receive_home = (list(itertools.compress(sizes, real)) for sizes in (receive, send))
-    flight = Flight(
-        lambda xs, phase: _together(xs, axis, send, receive, _begun, phase),
-        lambda xs, phase: _together(xs, axis, send_home, receive_home, _begun, phase),
-    )
-    token = leave(flight, tensors)
-    return lambda: arrive(flight, token)
-
-
-def _begun(
-    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase
-) -> Callable[[], Tensor]:
-    return axis.communicator.all_to_all_rows_async(x, send, receive, phase=phase).wait
-
-
-def _done(
-    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase
-) -> Callable[[], Tensor]:
-    came = _all_to_all(x, axis, send, receive, phase)
-    return lambda: came
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back. Every rank takes part in both, rows or not."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        axis: AxisGroup,
-        send: Sequence[list[int]],
-        receive: Sequence[list[int]],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        came = _together(tensors, axis, send, receive, _done, "forward")()
-        real = [x.is_floating_point() for x in tensors]
-        ctx.mark_non_differentiable(*itertools.compress(came, (not one for one in real)))
-        ctx.axis, ctx.real = axis, real
-        ctx.send, ctx.receive = (list(itertools.compress(n, real)) for n in (send, receive))
-        return tuple(came)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = tuple(itertools.compress(grads, ctx.real))
-        back = iter(_together(grads, ctx.axis, ctx.receive, ctx.send, _done, "backward")())
-        return None, None, None, *(next(back) if one else None for one in ctx.real)
+    return axis.communicator.all_to_all_rows(x, send, receive)

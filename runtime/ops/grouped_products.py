@@ -9,6 +9,7 @@ rows takes part: its matrix gets a gradient of zeros.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(device)
     # [experts, in, out], however the model stores them.
     matrices = weight.to(dtype) if transposed else weight.to(dtype).transpose(-2, -1)
-    out = _grouped_product(rows.to(dtype), matrices, routing.counts)
+    out = _grouped_product(rows.to(dtype), matrices, routing.ends)
     if bias is not None:
         out = out + torch.repeat_interleave(
             bias.to(out.dtype), routing.counts, dim=0, output_size=rows.shape[0]
@@ -65,17 +66,15 @@ def grouped_mm(
     if offs is None:
         out = input @ mat2
     else:
-        ends = offs.long()
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        used = int(counts.sum())  # rows beyond are in no group
-        out = F.pad(_grouped_product(input[:used], mat2, counts), (0, 0, 0, input.shape[0] - used))
+        used = int(offs[-1]) if len(offs) else 0  # rows beyond are in no group
+        out = F.pad(_grouped_product(input[:used], mat2, offs), (0, 0, 0, input.shape[0] - used))
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups of ``counts`` rows."""
-    return cast(Tensor, _GroupedProduct.apply(rows, matrices, counts))  # type: ignore[no-untyped-call]
+def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups that end at ``ends``."""
+    return cast(Tensor, _GroupedProduct.apply(rows, matrices, ends))  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -84,35 +83,38 @@ class _GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices, counts)
-        return _by_expert(rows, matrices, counts)
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        ctx.in_one = _has_kernel(rows, matrices, ends)
+        return _by_expert(rows, matrices, ends, in_one=ctx.in_one)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrices, counts = ctx.saved_tensors
+        rows, matrices, ends = ctx.saved_tensors
         grad = grad.contiguous()
+        if ctx.in_one and not _begins_aligned(grad):
+            grad = grad.clone()
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _by_expert(grad, matrices.mT, counts)
+            grad_rows = _by_expert(grad, matrices.mT, ends, in_one=ctx.in_one)
         if ctx.needs_input_grad[1]:
             # In the order in which the weight lies in memory, so that nobody has to copy it.
             turned = not matrices.is_contiguous()
             left, right = (grad, rows) if turned else (rows, grad)
-            grad_matrices = _by_expert(left.T, right, counts)
+            grad_matrices = _by_expert(left.T, right, ends, in_one=ctx.in_one)
             grad_matrices = grad_matrices.mT if turned else grad_matrices
         return grad_rows, grad_matrices, None
 
 
-def _by_expert(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """Products by groups of ``counts``: of the rows of ``left [rows, k]`` with ``right [experts, k,
-    n]``, or of the columns of ``left [k, rows]`` with the rows of ``right [rows, n]``, which gives
-    ``[experts, k, n]``.
+def _by_expert(left: Tensor, right: Tensor, ends: Tensor, *, in_one: bool) -> Tensor:
+    """Products by groups that end at ``ends``: of the rows of ``left [rows, k]`` with ``right
+    [experts, k, n]``, or of the columns of ``left [k, rows]`` with the rows of ``right [rows, n]``,
+    which gives ``[experts, k, n]``. ``in_one``: torch's kernel takes all of them.
     """
-    if _has_kernel(left, right, counts):
-        return F.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
-    sizes = counts.tolist()
+    if in_one:
+        return F.grouped_mm(left, right, offs=ends)
+    sizes = [end - begin for begin, end in itertools.pairwise([0, *ends.tolist()])]
     if right.dim() == 3:
         out = left.new_empty(left.shape[0], right.shape[2])
         operands, outs = (left.split_with_sizes(sizes), right.unbind()), out.split_with_sizes(sizes)
@@ -131,17 +133,24 @@ def _by_expert(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
 
-def _has_kernel(left: Tensor, right: Tensor, counts: Tensor) -> bool:
-    """Whether torch has one kernel for all groups. It wants rows of whole 16 bytes, in memory that
-    begins at a multiple of 16 bytes.
+def _has_kernel(rows: Tensor, matrices: Tensor, ends: Tensor) -> bool:
+    """Whether torch has one kernel for all groups, in forward and in backward. It wants rows of
+    whole 16 bytes, in memory that begins at a multiple of 16 bytes.
     """
-    if left.dtype not in _KERNEL_DTYPES.get(left.device.type, ()):
+    if rows.dtype not in _KERNEL_DTYPES.get(rows.device.type, ()):
         return False
-    sizes = (counts.shape[0], *left.shape, *right.shape)
-    whole = right.shape[-1] * right.element_size() % 16 == 0  # rows of the result
-    return min(sizes) > 0 and whole and _is_aligned(left) and _is_aligned(right)
+    if not (len(ends) and rows.numel() and matrices.numel()):
+        return False
+    size = rows.element_size()
+    if any(width * size % 16 for width in matrices.shape[1:]):
+        return False
+    return _is_aligned(rows) and _is_aligned(matrices)
 
 
 def _is_aligned(x: Tensor) -> bool:
     small, large = sorted(x.stride()[-2:])
-    return small == 1 and large * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return small == 1 and large * x.element_size() % 16 == 0 and _begins_aligned(x)
+
+
+def _begins_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0

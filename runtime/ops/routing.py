@@ -1,7 +1,7 @@
 """Where the rows of experts are: which token each row was made of, and how it came to this rank.
 
 Of 3 tokens that chose the experts (0, 1), (1, 2), (0, 2), sorted by expert, ``token`` is [0, 2, 0,
-1, 1, 2] and ``counts`` is [2, 2, 2].
+1, 1, 2] and ``ends`` is [2, 4, 6].
 """
 
 from __future__ import annotations
@@ -58,17 +58,22 @@ class Routing:
     """Which rows a rank holds.
 
     ``token [rows]``: the token of each row, counted among the ``num_tokens`` that lie on the ranks
-    with which this one shares its experts' work. ``counts [experts]``: the rows of each expert
-    here. ``choice [rows]``: which of all choices, token by token, each row is, if all ``top_k`` of
-    every token are here. ``arrivals``: how rows came from other ranks, if they did.
+    with which this one shares its experts' work. ``ends [experts]``, 32-bit: behind which row those
+    of each expert end. ``choice [rows]``: which of all choices, token by token, each row is, if all
+    ``top_k`` of every token are here. ``arrivals``: how rows came from other ranks, if they did.
     """
 
     token: Tensor
-    counts: Tensor
+    ends: Tensor
     num_tokens: int
     top_k: int
     choice: Tensor | None = None
     arrivals: Arrivals | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """The rows of each expert here, ``[experts]``."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
 
 
 def checked_routing(routing: Any) -> Routing:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardwright.runtime.arguments import checked
 
@@ -69,7 +69,8 @@ class CommunicationCounters:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._volumes: dict[CommunicationKey, CommunicationVolume] = {}
+        # Of each key the fields of a volume, which are added up in place: this runs for every call.
+        self._volumes: dict[tuple[Phase, str, str], list[Any]] = {}
         self._listeners: list[CommunicationCounters] = []
 
     def add(
@@ -82,14 +83,16 @@ class CommunicationCounters:
         received: float,
     ) -> None:
         """Count one call. Counters that listen (see :meth:`listen`) count it too."""
-        volume = CommunicationVolume(1, elements, elements * element_bytes, received)
-        self._add(CommunicationKey(phase, collective, axis), volume)
-
-    def _add(self, key: CommunicationKey, volume: CommunicationVolume) -> None:
+        key = (phase, collective, axis)
         known = self._volumes.get(key)
-        self._volumes[key] = volume if known is None else known + volume
+        if known is None:
+            known = self._volumes[key] = [0, 0, 0, 0.0]
+        known[0] += 1
+        known[1] += elements
+        known[2] += elements * element_bytes
+        known[3] += received
         for listener in self._listeners:
-            listener._add(key, volume)
+            listener.add(phase, collective, axis, elements, element_bytes, received)
 
     @checked
     def total(
@@ -99,11 +102,8 @@ class CommunicationCounters:
         wanted = (phase, collective, axis)
         total = CommunicationVolume()
         for key, volume in self._volumes.items():
-            if all(
-                want in (None, have)
-                for want, have in zip(wanted, (key.phase, key.collective, key.axis), strict=True)
-            ):
-                total += volume
+            if all(want in (None, have) for want, have in zip(wanted, key, strict=True)):
+                total += CommunicationVolume(*volume)
         return total
 
     @checked
@@ -122,10 +122,10 @@ class CommunicationCounters:
 
     def items(self) -> list[tuple[CommunicationKey, CommunicationVolume]]:
         """All keys with their volumes, sorted by key."""
-        return sorted(
-            self._volumes.items(),
-            key=lambda item: (item[0].phase, item[0].collective, item[0].axis),
-        )
+        return [
+            (CommunicationKey(*key), CommunicationVolume(*volume))
+            for key, volume in sorted(self._volumes.items())
+        ]
 
     def clear(self) -> None:
         """Begin at zero again."""

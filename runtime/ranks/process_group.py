@@ -114,12 +114,13 @@ class ProcessGroupTransport:
 
     def finish(self, work: Work, what: Callable[[], str]) -> None:
         """See ``Transport``."""
+        is_one = isinstance(work, dist.Work)
         if self._members is not None and self._device.type == "cpu":
-            number = self.num_calls
-            for part in getattr(work, "parts", (work,)):
-                self._await(part, number, what)
-        if not isinstance(work, dist.Work) or self._device.type != "cpu":
-            work.wait()
+            for part in (work,) if is_one else getattr(work, "parts", (work,)):
+                self._await(part, self.num_calls, what)
+            if is_one:
+                return
+        work.wait()
 
     def _await(self, work: Any, number: int, what: Callable[[], str]) -> None:
         """Wait for a collective of gloo, and look how the others are while nothing comes."""

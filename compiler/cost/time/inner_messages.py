@@ -306,7 +306,7 @@ def _tokens_sent(
     ranks: tuple[int, ...],
 ) -> Exchange:
     """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
-    an expert for it. Numbers and weights of the choices go with them.
+    an expert for it. Its number, experts and weights go with it.
 
     ``before``: the ranks of the axes along which tokens have gone already. 2 experts of 4 ranks,
     as 2 x 2: along the first axis a token goes to 0.75 of 2 ranks, along the second to 0.44 of 4.
@@ -323,22 +323,23 @@ def _tokens_sent(
     # The part of all ranks that a token is on in the end, if it chooses evenly.
     reached = before * num_ranks
     asked = 1 - (1 - 1 / reached) ** top_k
-    rows = tokens * reached * min(1.0, asked * density.imbalance) * hidden
+    rows = tokens * reached * min(1.0, asked * density.imbalance)
     item = (call.operands[0] if there else call.results[0]).dtype.itemsize
 
     def sent_s(num_bytes: float) -> float:
         return axes_collective_s(hardware, "all_to_all", num_bytes, mesh, (axis,), ranks)
 
-    forward_bytes = backward_bytes = rows * item
+    forward_bytes = backward_bytes = rows * hidden * item
     counts_s = counts_bytes = 0.0
     if there:
-        if len(call.operands) > 2:  # the weights of the choices
-            forward_bytes += item * tokens * top_k
-        backward_bytes = forward_bytes
-        # Counts go first, numbers with the rows.
+        if len(call.operands) > 2:  # the weights of the choices, and their gradients
+            weight_bytes = rows * top_k * max(item, call.operands[2].dtype.itemsize)
+            forward_bytes += weight_bytes
+            backward_bytes += weight_bytes
+        # Counts go first; the number of each token, and its experts, with its row.
         counts_bytes = 16.0 * num_ranks
         counts_s = sent_s(counts_bytes)
-        forward_bytes += 8 * rows / hidden + 16 * tokens * top_k
+        forward_bytes += rows * (8 + max(4, item) * top_k)
     if not call.differentiated:
         backward_bytes = 0.0
     time = OpTime(

@@ -28,7 +28,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.ops import experts, grouped_products
+from shardwright.runtime.ops import experts, grouped_products, token_messages
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -308,11 +308,11 @@ def test_a_token_crosses_an_outer_axis_once() -> None:
     layer = Layer.of(torch.tensor([[2, 3]] * 4), 4)
     for rank, one in run(layer, ("exchange", "exchange"), {"a": 2, "b": 2}, dims={1: ("a", "b")}):
         on_node = rank.coords["a"]  # the experts are on the second one
-        for axis, tokens, choices in (("a", on_node, 2 * on_node), ("b", 2 * on_node, 2 * on_node)):
+        for axis, tokens in (("a", on_node), ("b", 2 * on_node)):
             volume = one.volume.total("all_to_all", axis=axis, phase="forward")
             back = 1 - on_node if axis == "a" else tokens
-            numbers = 2 + tokens + 2 * choices
-            assert volume.received == numbers + tokens * HIDDEN + choices + back * HIDDEN, axis
+            # Two counts; tokens with their number, and two choices with their weights.
+            assert volume.received == 2 + tokens * (HIDDEN + 1 + 2 * 2) + back * HIDDEN, axis
 
 
 def test_gradients_of_experts_without_rows_are_zeros() -> None:
@@ -327,19 +327,53 @@ def test_gradients_of_experts_without_rows_are_zeros() -> None:
                 )
 
 
-def test_rows_have_the_order_of_one_device() -> None:
-    """Sorted by expert, and by token within an expert, wherever they came from."""
+def rows_in_order(ops: Any) -> None:
+    """Rows are sorted by expert, and by token within an expert, wherever they came from."""
     for name in ("random", "cut in the middle"):
         layer = LAYERS[name]
-        ((_, alone),) = run(layer, ("tokens", "tokens"), {"ep": 1})
+        ((_, alone),) = run(layer, ("tokens", "tokens"), {"ep": 1}, ops)
         order = layer.chosen.T.reshape(-1).argsort(stable=True) % layer.chosen.shape[0]
         expert = layer.chosen.T.reshape(-1).sort(stable=True).values
         order = order[(expert * 1000 + order).argsort()]
         assert torch.equal(alone.rows, layer.operands["x"][order])
         for way in (("experts", "experts"), ("exchange", "exchange")):
             for num_ranks in (2, 3, 4):
-                found = [one.rows for _, one in run(layer, way, {"ep": num_ranks})]
+                found = [one.rows for _, one in run(layer, way, {"ep": num_ranks}, ops)]
                 assert torch.equal(torch.cat(found), alone.rows)
+
+
+def test_rows_have_the_order_of_one_device() -> None:
+    rows_in_order(operators)
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32, torch.float64, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_and_weights_of_all_dtypes_arrive(
+    dtype: torch.dtype, weights_dtype: torch.dtype | None
+) -> None:
+    """Bit by bit, with their gradients; of three elements, which fill no whole 8 bytes."""
+    chosen, x = routed(6, 4, 3), torch.arange(18).view(6, 3).to(dtype)
+    weights = None if weights_dtype is None else torch.arange(18).view(6, 3).to(weights_dtype)
+
+    def fn(ranks: RankMesh) -> tuple[Tensor, ...]:
+        axis = ranks.axis("ep")
+        mine = slice(axis.index * 6 // axis.size, (axis.index + 1) * 6 // axis.size)
+        given = [of[mine].clone().requires_grad_() for of in (x, weights) if of is not None]
+        rows, *gains, _ = operators.dispatch(
+            given[0],
+            chosen[mine],
+            *given[1:],
+            num_experts=4,
+            expert_axes=(axis,),
+            exchange=(axis,),
+            token_dims=((6, axis),),
+        )
+        torch.autograd.backward([rows, *gains], [rows.detach(), *(g.detach() for g in gains)])
+        return rows.detach(), *(g.detach() for g in gains), *(of.grad for of in given)
+
+    (alone,), two = on_mesh(Mesh.of({"ep": 1}), fn), on_mesh(Mesh.of({"ep": 2}), fn)
+    for whole, pieces in zip(alone, zip(*two, strict=True), strict=True):
+        assert torch.equal(torch.cat(pieces), whole)
 
 
 def early(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -445,42 +479,38 @@ ROUTINGS = {
 }
 
 
-def sent(layer: Layer, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """How many tokens, and how many choices, each rank (row) sends to each other (column)."""
+def sent(layer: Layer, num_ranks: int) -> Tensor:
+    """How many tokens each rank (row) sends to each other (column)."""
     owner = {
         expert: rank
         for rank, own in enumerate(torch.arange(layer.num_experts).tensor_split(num_ranks))
         for expert in own.tolist()
     }
     home = torch.arange(layer.chosen.shape[0]).tensor_split(num_ranks)
-    tokens, choices = torch.zeros(2, num_ranks, num_ranks, dtype=torch.long)
+    tokens = torch.zeros(num_ranks, num_ranks, dtype=torch.long)
     for rank, own in enumerate(home):
         for token in own.tolist():
-            to = [owner[expert] for expert in layer.chosen[token].tolist()]
-            for other in to:
-                choices[rank, other] += 1
-            for other in set(to):
+            for other in {owner[expert] for expert in layer.chosen[token].tolist()}:
                 tokens[rank, other] += 1
-    return tokens.fill_diagonal_(0), choices.fill_diagonal_(0)
+    return tokens.fill_diagonal_(0)
 
 
 def check_volume(chosen: Tensor, way: Way, num_ranks: int, ops: Any = operators) -> tuple[int, int]:
     """What a rank receives is what the routing says. Returns the elements of all ranks, forward and
     backward.
     """
-    layer = Layer.of(chosen, 4)
-    tokens, choices = sent(layer, num_ranks)
+    layer, top_k = Layer.of(chosen, 4), chosen.shape[1]
+    tokens = sent(layer, num_ranks)
     found = [0, 0]
     for mesh, one in run(layer, way, {"ep": num_ranks}, ops):
         rank = mesh.rank
         arrive, go_home = tokens[:, rank].sum().item(), tokens[rank].sum().item()
-        arriving, going = choices[:, rank].sum().item(), choices[rank].sum().item()
         forward = backward = 0
         if way[0] == "exchange":
-            # Two counts of each rank; tokens with their numbers; of each choice its expert, its
-            # place and its weight.
-            forward += 2 * (num_ranks - 1) + arrive * (1 + HIDDEN) + arriving * 3
-            backward += go_home * HIDDEN + going
+            # Two counts of each rank; tokens with their number, and the experts and the weights of
+            # all their choices.
+            forward += 2 * (num_ranks - 1) + arrive * (HIDDEN + 1 + 2 * top_k)
+            backward += go_home * (HIDDEN + top_k)
         if way[1] == "exchange":
             told = 0 if way[0] == "exchange" else num_ranks - 1 + go_home
             forward += told + go_home * HIDDEN
@@ -506,8 +536,8 @@ def test_a_token_goes_once_to_a_rank_that_has_several_experts_for_it() -> None:
     way = ("exchange", "exchange")
     forward, backward = check_volume(ROUTINGS["both experts on one rank"], way, 2)
     assert (forward, backward) == (
-        2 * 2 + 4 * (1 + HIDDEN) + 8 * 3 + 4 * HIDDEN,
-        4 * HIDDEN + 8 + 4 * HIDDEN,
+        2 * 2 + 4 * (HIDDEN + 1 + 2 * 2) + 4 * HIDDEN,
+        4 * (HIDDEN + 2) + 4 * HIDDEN,
     )
 
 
@@ -598,7 +628,8 @@ def test_a_routing_is_what_dispatch_returned() -> None:
 
 def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The operators with one piece of their text exchanged."""
-    sources = [inspect.getsource(module) for module in (experts, grouped_products)]
+    modules = (experts, token_messages, grouped_products)
+    sources = [inspect.getsource(module) for module in modules]
     count = sum(source.count(old) for source in sources)
     assert not old or count == 1, f"{old!r} is there {count} times"
     made = ModuleType("mutant")
@@ -623,15 +654,20 @@ def volumes(ops: Any) -> None:
 
 
 MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
-    "gradients stay where they are": (
-        '_together(grads, ctx.axis, ctx.receive, ctx.send, _done, "backward")()',
-        "[grad.new_zeros(sum(n), *grad.shape[1:]) for grad, n in zip(grads, ctx.send)]",
+    "gradients are lost on the way": (
+        "begin(_side_by_side(grads), axis",
+        "begin(_side_by_side(grads) * 0, axis",
         gradients_and_values,
     ),
     "gradients are counted as forward": (
-        'ctx.receive, ctx.send, _done, "backward")',
-        'ctx.receive, ctx.send, _done, "forward")',
+        'itertools.compress(grads, ctx.real)), "backward"',
+        'itertools.compress(grads, ctx.real)), "forward"',
         volumes,
+    ),
+    "gradients of weights are those of the first choice": (
+        "_apart(_at_home(came, leg), kinds)",
+        "[part[:, :1].expand_as(part) for part in _apart(_at_home(came, leg), kinds)]",
+        gradients_and_values,
     ),
     "experts belong to the rank before": (
         "[index] * length",
@@ -639,19 +675,19 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "experts beyond the axis are taken for its own": (
-        "reached &= ranks[axis.name] == axis.index",
-        "pass",
+        "place if there == other.index else axis.size",
+        "place",
         gradients_and_values,
     ),
-    "arrivals are not offset by sender": (
-        "token = place + _repeated(offset, choices_in)",
-        "token = place + 0",
+    "choices of other ranks' experts are taken for its own": (
+        "[count * total] * num_experts",
+        "[0] * num_experts",
         gradients_and_values,
     ),
-    "places count from the first rank": (
-        "sent_before[owner, token] - (tokens_to.cumsum(0) - tokens_to)[owner]",
-        "sent_before[owner, token]",
-        gradients_and_values,
+    "rows are in the order of their arrival": (
+        ".add_(number.unsqueeze(1))",
+        "",
+        lambda ops: rows_in_order(ops),
     ),
     "experts without rows have other gradients": (
         "torch.mm(a, b, out=result)",
@@ -659,17 +695,17 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "weights arrive in the order of their senders": (
-        "held.weights.index_select(0, order)",
-        "held.weights",
+        "arrived.weights.reshape(-1).index_select(0, order)",
+        "arrived.weights.reshape(-1)[:num_rows]",
         gradients_and_values,
     ),
     "a token is sent for each choice": (
-        "wanted[owner, held.token] = True",
-        "wanted[:] = True",
+        "wanted.scatter_(0, receiver.view(tokens.experts.shape).T, True)",
+        "wanted.fill_(True)",
         volumes,
     ),
     "tokens of a rank lie together": (
-        "(number.unsqueeze(1) * before + place)",
+        "(number.unsqueeze(1) * (unit * sum(segments)) + place)",
         "(number.unsqueeze(1) * len(place) + place)",
         gradients_and_values,
     ),
@@ -679,8 +715,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "rows of other ranks' experts are kept": (
-        "order = order[expert[order] >= 0]",
-        "order = order[expert[order] >= -1]",
+        "here = expert >= 0",
+        "here = expert >= -1",
         gradients_and_values,
     ),
     "sums go on in the order in which they came": (

@@ -14,7 +14,7 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 def _routing(counts: list[int]) -> Routing:
-    return Routing(torch.empty(0), torch.tensor(counts), 0, 1)
+    return Routing(torch.empty(0), torch.tensor(counts).cumsum(0).int(), 0, 1)
 
 
 def _product(

@@ -27,15 +27,24 @@ buffers stays where it is. Operators move within a layer, or a recompute region,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from shardwright.compiler.cost.time.arithmetic import may_multiply
 from shardwright.compiler.cost.work_share import operations_of
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import exchange
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, joins
+from shardwright.compiler.plan.program import (
+    Adapt,
+    Compute,
+    Instruction,
+    Loop,
+    Program,
+    joins,
+    steps,
+)
 from shardwright.compiler.plan.repeated_blocks import reads, stretches, writes
 from shardwright.runtime.layout import Mesh
 
@@ -48,10 +57,10 @@ SENDING = ("all_gather", "all_reduce", "reduce_scatter")
 
 def with_work_behind_messages(program: Program) -> Program:
     """The program with work behind its messages, or itself if there is none."""
-    mesh = program.plan.computing_mesh
+    mesh, buffers = program.plan.computing_mesh, written_buffers(program.body)
     body: list[Instruction] = []
     for _, instructions in stretches(program.body):
-        body += _Timeline(instructions, mesh).ordered()
+        body += _Timeline(instructions, mesh, buffers).ordered()
     found = any(isinstance(i, Adapt | Compute) and i.meanwhile for i in body)
     return replace(program, body=tuple(body)) if found else program
 
@@ -86,7 +95,9 @@ class _Timeline:
     be, in equal parts by work.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], mesh: Mesh) -> None:
+    def __init__(
+        self, instructions: Sequence[Instruction], mesh: Mesh, buffers: frozenset[str]
+    ) -> None:
         self.instructions, self.mesh = instructions, mesh
         calls = (i for i in instructions if isinstance(i, Compute))
         messages: list[Instruction] = [call for call in calls if sends_rows(call, mesh)]
@@ -105,8 +116,8 @@ class _Timeline:
                 is_message = id(instruction) in starts
                 if is_message:
                     self.messages.append(len(self.units))
-                slot, is_free = len(self.messages), not is_message and _is_movable(instruction)
-                self.units.append(_Unit([instruction], slot, is_free))
+                is_free = not is_message and _is_movable(instruction, buffers)
+                self.units.append(_Unit([instruction], len(self.messages), is_free))
             number = len(self.units) - 1
             unit = self.units[number]
             for parent in {made[v.name] for v in reads(instruction) if v.name in made} - {number}:
@@ -191,19 +202,34 @@ def _sends(adapter: Adapt) -> bool:
     return adapter.step.kind in SENDING and held_on
 
 
-def _is_movable(instruction: Instruction) -> bool:
+def _is_movable(instruction: Instruction, buffers: frozenset[str]) -> bool:
     """Whether nothing but its operands says when an instruction runs."""
     if isinstance(instruction, Loop):
         return False
     if isinstance(instruction, Adapt):
-        return True
-    return not stays_in_order(instruction.original)
+        return instruction.of.name not in buffers
+    return not stays_in_order(instruction.original, buffers)
 
 
-def stays_in_order(op: IROp) -> bool:
-    """Whether an operator depends on when it runs: it draws numbers, or writes to buffers."""
+def stays_in_order(op: IROp, buffers: frozenset[str]) -> bool:
+    """Whether an operator depends on when it runs: it draws numbers, writes to buffers, or reads
+    ``buffers`` that others write to.
+    """
     assert op.rule is not None
-    return op.rule.random or op.updates_buffers or op.only_in is not None
+    reads_written = any(value.name in buffers for value in op.operands)
+    return op.rule.random or op.updates_buffers or op.only_in is not None or reads_written
+
+
+def written_buffers(instructions: Iterable[Instruction]) -> frozenset[str]:
+    """The names of the buffers to which operators write while they run."""
+    writing = (
+        instruction.original
+        for instruction in steps(instructions)
+        if isinstance(instruction, Compute) and instruction.original.updates_buffers
+    )
+    return frozenset(
+        value.name for op in writing for value in op.operands if value.kind is ValueKind.BUFFER
+    )
 
 
 def _work(instruction: Instruction, mesh: Mesh) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.passes.meanwhile import stays_in_order
+from shardwright.compiler.passes.meanwhile import stays_in_order, written_buffers
 from shardwright.compiler.plan.program import (
     Adapt,
     Compute,
@@ -97,13 +97,14 @@ def check_meanwhile(program: Program) -> None:
 
 def check_order(program: Program) -> None:
     """Check that every operator of the graph runs once, in the graph's order. Where messages are
-    under way, this order is that of operators which draw numbers or write to buffers.
+    under way, only operators keep it that draw numbers, or write to buffers or read such buffers.
     """
     instructions = list(steps(program.instructions))
     computed = [i.original for i in instructions if isinstance(i, Compute)]
     ops = list(program.graph.ops)
     if any(i.meanwhile for i in instructions):
-        kept, known = _in_order(computed), _in_order(ops)
+        buffers = written_buffers(instructions)
+        kept, known = _in_order(computed, buffers), _in_order(ops, buffers)
         numbers = {op.name: number for number, op in enumerate(ops)}
         computed.sort(key=lambda op: numbers.get(op.name, len(ops)))
         computed = computed if kept == known else []
@@ -113,8 +114,8 @@ def check_order(program: Program) -> None:
         )
 
 
-def _in_order(ops: Iterable[IROp]) -> list[str]:
-    return [op.name for op in ops if stays_in_order(op)]
+def _in_order(ops: Iterable[IROp], buffers: frozenset[str]) -> list[str]:
+    return [op.name for op in ops if stays_in_order(op, buffers)]
 
 
 def _name(instruction: Instruction) -> str:

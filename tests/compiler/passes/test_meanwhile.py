@@ -264,3 +264,27 @@ def test_bits_are_those_of_the_same_order_without(
     for parameter, (pieces, _) in early.pieces.items():
         for mine, theirs in zip(pieces, plain.pieces[parameter][0], strict=True):
             assert mine is not None and theirs is not None and torch.equal(mine, theirs), parameter
+
+
+class Counting(Layer):
+    """A shared expert behind a batch norm, whose running mean is read elsewhere, too."""
+
+    def __init__(self) -> None:
+        super().__init__("front")
+        self.batch_norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.wide(x - self.batch_norm.running_mean)
+        y = super().forward(self.batch_norm(x))
+        return y + self.narrow(before + self.wide(self.batch_norm.running_mean))
+
+
+def test_what_reads_a_buffer_that_is_written_to_stays() -> None:
+    program = program_of(Counting(), policy="ep")
+    inside = {name for names in windows(program).values() for name in names}
+    read = [
+        name_of(i)
+        for i in program.body
+        if isinstance(i, Compute) and any("mean" in value.name for value in i.op.operands)
+    ]
+    assert inside and len(read) > 1 and not inside & set(read)

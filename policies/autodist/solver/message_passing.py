@@ -33,12 +33,15 @@ class Group:
 
     Attributes:
         a, b: indices of the earlier and the later node, ``[edges]``.
+        at_a, at_b: the places of their strategies, ``[edges, size]``.
         table: ``[edges, size a, size b]``; ``to_a``, ``to_b``: the messages.
         open_a, open_b: where a strategy exists and is not padding.
     """
 
     a: NDArray[np.intp]
     b: NDArray[np.intp]
+    at_a: NDArray[np.intp]
+    at_b: NDArray[np.intp]
     table: Array
     to_a: Array
     to_b: Array
@@ -49,20 +52,25 @@ class Group:
 class Messages:
     """The state of message passing on a network without rows; prices of rows are added to the
     nodes' costs by ``price``.
+
+    The strategies of all nodes lie in one array, node by node, each node's padded to the next size
+    of ``_SIZES`` with inf. ``start``: the place of each node's first.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.nodes = sorted(network.costs)
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        # Strategies are padded to a common width; ``open`` says which are real.
         sizes = np.array([len(network.costs[node]) for node in self.nodes])
-        width = int(_SIZES[np.searchsorted(_SIZES, sizes.max())])
-        self.open = np.arange(width)[None, :] < sizes[:, None]  # [nodes, width]
-        self.own = np.zeros((len(self.nodes), width))
-        for i, node in enumerate(self.nodes):
-            self.own[i, : sizes[i]] = network.costs[node]
-        self._unary = self.own.copy()
+        padded = _SIZES[np.searchsorted(_SIZES, sizes)]
+        self._starts = np.cumsum(padded) - padded
+        self._owner = np.repeat(np.arange(len(self.nodes)), padded)
+        self.start = dict(zip(self.nodes, self._starts.tolist(), strict=True))
+        self._unary = np.full(int(padded.sum()), np.inf)
+        for node, start in self.start.items():
+            self._unary[start : start + len(network.costs[node])] = network.costs[node]
+        # Each strategy's cost with the messages of all neighbours, ``own`` of the formula above.
+        self.own = self._unary.copy()
         # Nodes of one colour have no edge between them, so they are updated together.
         colours = self._colours()
         self.num_colours = max(colours, default=0) + 1
@@ -112,38 +120,37 @@ class Messages:
             group = Group(
                 ends_a,
                 ends_b,
+                self._starts[ends_a, None] + np.arange(size_a),
+                self._starts[ends_b, None] + np.arange(size_b),
                 table,
                 np.zeros((len(edges), size_a)),
                 np.zeros((len(edges), size_b)),
-                self.open[ends_a, :size_a],
-                self.open[ends_b, :size_b],
+                np.arange(size_a) < sizes[ends_a, None],
+                np.arange(size_b) < sizes[ends_b, None],
             )
             self.groups.setdefault((first, second), []).append(group)
 
     def price(self, places: NDArray[np.intp], changes: Array) -> None:
-        """Add to the costs at some places, ``index of node * width + strategy``."""
-        np.add.at(self._unary.ravel(), places, changes)
-        np.add.at(self.own.ravel(), places, changes)
+        """Add to the costs at some places, ``start of node + strategy``."""
+        np.add.at(self._unary, places, changes)
+        np.add.at(self.own, places, changes)
 
     def refresh(self) -> None:
         """Add up every node's cost anew: what rounding has left by many small changes goes."""
         self.own = self._unary.copy()
         for groups in self.groups.values():
             for group in groups:
-                np.add.at(self.own[:, : group.to_a.shape[1]], group.a, group.to_a)
-                np.add.at(self.own[:, : group.to_b.shape[1]], group.b, group.to_b)
+                np.add.at(self.own, group.at_a, group.to_a)
+                np.add.at(self.own, group.at_b, group.to_b)
 
     def forward(self) -> float:
         """Visit all nodes in order; the bound (without the network's constant)."""
         for first in range(self.num_colours):
             for second in range(first + 1, self.num_colours):
                 for group in self.groups.get((first, second), ()):
-                    sent = (
-                        self.share[group.a, None] * self.own[group.a, : group.to_a.shape[1]]
-                        - group.to_a
-                    )
+                    sent = self.share[group.a, None] * self.own[group.at_a] - group.to_a
                     found = (sent[:, :, None] + group.table).min(axis=1)
-                    self._deliver(group.b, group.to_b, np.where(group.open_b, found, 0.0))
+                    self._deliver(group.at_b, group.to_b, np.where(group.open_b, found, 0.0))
         return self._bound(self._rest[0])
 
     def backward(self) -> float:
@@ -151,27 +158,31 @@ class Messages:
         for second in reversed(range(self.num_colours)):
             for first in reversed(range(second)):
                 for group in self.groups.get((first, second), ()):
-                    sent = (
-                        self.share[group.b, None] * self.own[group.b, : group.to_b.shape[1]]
-                        - group.to_b
-                    )
+                    sent = self.share[group.b, None] * self.own[group.at_b] - group.to_b
                     found = (sent[:, None, :] + group.table).min(axis=2)
-                    self._deliver(group.a, group.to_a, np.where(group.open_a, found, 0.0))
+                    self._deliver(group.at_a, group.to_a, np.where(group.open_a, found, 0.0))
         return self._bound(self._rest[1])
 
-    def _deliver(self, ends: NDArray[np.intp], messages: Array, found: Array) -> None:
-        np.add.at(self.own[:, : messages.shape[1]], ends, found - messages)
+    def _deliver(self, places: NDArray[np.intp], messages: Array, found: Array) -> None:
+        np.add.at(self.own, places, found - messages)
         messages[:] = found
 
     def _bound(self, rest: Array) -> float:
         # with a share of its sender's cost, every edge has minimum 0: that is what the message was
         # computed for
-        return float((rest * np.where(self.open, self.own, np.inf).min(axis=1)).sum())
+        return float((rest * np.minimum.reduceat(self.own, self._starts)).sum())
+
+    def _cheapest(self, own: Array) -> NDArray[np.intp]:
+        """Every node's cheapest strategy, the first of several, ``[nodes]``."""
+        least = np.minimum.reduceat(own, self._starts)
+        places = np.flatnonzero(own == least[self._owner])
+        _, first = np.unique(self._owner[places], return_index=True)
+        return np.asarray(places[first] - self._starts)
 
     def choice(self) -> NDArray[np.intp]:
         """Every node's cheapest strategy, by node of the problem."""
         found = np.zeros(len(self.network.strategies), dtype=np.intp)
-        found[self.nodes] = np.where(self.open, self.own, np.inf).argmin(axis=1)
+        found[self.nodes] = self._cheapest(self.own)
         return found
 
     def rounded(self) -> NDArray[np.intp]:
@@ -179,43 +190,29 @@ class Messages:
         its best for those before.
         """
         # What a strategy costs, given the nodes that are chosen already.
-        own, chosen = (
-            np.where(self.open, self.own, np.inf),
-            np.zeros(len(self.nodes), dtype=np.intp),
-        )
+        own, chosen = self.own.copy(), np.zeros(len(self.nodes), dtype=np.intp)
         for colour in range(self.num_colours):
-            members = np.flatnonzero(self.order == colour)
-            chosen[members] = own[members].argmin(axis=1)
+            chosen = np.where(self.order == colour, self._cheapest(own), chosen)
             for second in range(colour + 1, self.num_colours):
                 for group in self.groups.get((colour, second), ()):
                     # The row of the table for what was chosen, less the message that it replaces.
                     told = group.table[np.arange(len(group.a)), chosen[group.a]] - group.to_b
-                    np.add.at(
-                        own[:, : group.to_b.shape[1]], group.b, np.where(group.open_b, told, 0.0)
-                    )
+                    np.add.at(own, group.at_b, np.where(group.open_b, told, 0.0))
         found = np.zeros(len(self.network.strategies), dtype=np.intp)
         found[self.nodes] = chosen
         return found
 
     def excess(self) -> Array:
         """After a forward pass: how much more than the bound any choice costs that has this
-        strategy, ``[nodes, width]``.
+        strategy, by place.
         """
         # A lower bound with this strategy: what the node adds, and what each edge adds at its best.
-        rest = np.where(self.open, self._rest[0][:, None] * self.own, np.inf)
-        total = np.where(self.open, rest - rest.min(axis=1, keepdims=True), 0.0)
+        least = np.minimum.reduceat(self.own, self._starts)[self._owner]
+        total = self._rest[0][self._owner] * np.where(np.isinf(self.own), 0.0, self.own - least)
         for groups in self.groups.values():
             for group in groups:
-                share = self.share[group.a, None] * self.own[group.a, : group.to_a.shape[1]]
+                share = self.share[group.a, None] * self.own[group.at_a]
                 left = group.table + (share - group.to_a)[:, :, None] - group.to_b[:, None, :]
-                np.add.at(
-                    total[:, : group.to_a.shape[1]],
-                    group.a,
-                    np.where(group.open_a, left.min(axis=2), 0.0),
-                )
-                np.add.at(
-                    total[:, : group.to_b.shape[1]],
-                    group.b,
-                    np.where(group.open_b, left.min(axis=1), 0.0),
-                )
+                np.add.at(total, group.at_a, np.where(group.open_a, left.min(axis=2), 0.0))
+                np.add.at(total, group.at_b, np.where(group.open_b, left.min(axis=1), 0.0))
         return total

@@ -61,6 +61,12 @@ class Moves:
             np.repeat(total[self._last] - total[self._first], self._lengths) * self._values
         )
 
+    def costs(self, prices: Array) -> dict[int, Array]:
+        """The cost of every node's strategies with what their uses cost at these prices."""
+        priced = self._unary + self._priced(prices)
+        parts = np.split(priced, self._starts[1:])
+        return dict(zip(self.nodes.tolist(), parts, strict=True))
+
     def used(self, choice: NDArray[np.intp]) -> Array:
         """What a choice uses at each moment."""
         amounts = self._values[self._offsets + choice[self.span_nodes]]

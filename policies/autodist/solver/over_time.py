@@ -5,7 +5,8 @@ A bound with some of the moments is a bound with all of them, and a choice that 
 them and respects all is best. Every round solves the network with the moments found so far; of
 those that its choice exceeds, the worst of every stretch of time is added; the choice itself is
 brought within the limit by moves (node_moves.py). Networks that are too large for so many rounds
-begin with prices of all moments at once (priced.py).
+begin with prices of all moments at once (priced.py); at these, choices are looked for with a few
+nodes held (held_nodes.py), then with all nodes held but those of a part (neighbourhood.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.followers import merge_followers
+from shardwright.policies.autodist.solver.held_nodes import search_held
 from shardwright.policies.autodist.solver.moments import Moments, WorkRow
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, tighten
@@ -37,9 +39,9 @@ once (priced.py).
 NUM_STRETCHES = 40
 """Stretches of time of which the worst moment is added in each round."""
 
-PRICED_SHARE = 0.4
-"""The share of the time that is left for prices of all moments. The rest is for parts of the best
-choice, solved while all else stays.
+PRICED_SHARE, HELD_SHARE = 0.3, 0.4
+"""The shares of the time that is left for prices of all moments, then for choices with a few nodes
+held. The rest is for parts of the best choice, solved while all else stays.
 """
 
 SHARE = 0.5
@@ -70,8 +72,9 @@ def search_over_time(
     moments = network.moments
     # A large problem without other rows: prices for all moments first.
     if num_pairs(network) > MAX_PAIRS and not network.rows and len(moments) > MAX_AT_ONCE:
-        prices = search_priced(network, progress, PRICED_SHARE * progress.left_s)
+        priced = search_priced(network, progress, PRICED_SHARE * progress.left_s)
         if progress.choice is not None and not progress.done:
+            prices = search_held(network, progress, priced, HELD_SHARE * progress.left_s)
             choice = network.condense(progress.choice)
             improve_parts(network, choice, progress, prices=prices)
     # Few moments are taken at once. Of many, only those that turn out to be exceeded.

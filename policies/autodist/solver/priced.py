@@ -32,29 +32,42 @@ all.
 """
 
 
-def search_priced(network: Network, progress: Progress, seconds: float) -> Array:
-    """Raise the bound and propose choices until steps are short, the gap is closed or the seconds
-    are over. Returns the prices of the best bound, by moment.
+class PricedMessages:
+    """Message passing for the bound at given prices, and moves for choices.
+
+    Attributes:
+        messages, moves: of the network.
+        prices: of moments; 0 in the beginning.
     """
-    # Message passing for the bound at given prices, moves for choices.
-    messages, moves = Messages(network), Moves(network)
-    width = messages.own.shape[1]
-    row_of = {node: i * width for i, node in enumerate(messages.nodes)}
-    places = moves.spread(np.array([row_of[node] for node in moves.span_nodes], dtype=np.intp))
+
+    def __init__(self, network: Network) -> None:
+        self.messages, self.moves = Messages(network), Moves(network)
+        firsts = [self.messages.start[node] for node in self.moves.span_nodes]
+        self._places = self.moves.spread(np.array(firsts, dtype=np.intp))
+        self.prices = np.zeros(len(network.moments))
+
+    def move_to(self, prices: Array) -> None:
+        """Change the prices; the messages stay, and any messages are a bound."""
+        self.messages.price(self._places, self.moves.span_costs(prices - self.prices))
+        self.prices = prices.copy()
+
+
+def search_priced(network: Network, progress: Progress, seconds: float) -> PricedMessages:
+    """Raise the bound and propose choices until steps are short, the gap is closed or the seconds
+    are over. Ends at the prices of the best bound.
+    """
+    priced = PricedMessages(network)
+    messages, moves, move_to = priced.messages, priced.moves, priced.move_to
     room = network.moments.room
-    prices, best_prices = np.zeros(len(room)), np.zeros(len(room))
+    best_prices = priced.prices
     best, step, since, next_proposal = -np.inf, 0.1, 0, FIRST_PROPOSAL
     direction: Array | None = None
     end_s = progress.left_s - seconds
-
-    def move_to(new: Array) -> None:
-        messages.price(places, moves.span_costs(new - prices))
-        prices[:] = new
-
     count = 0
     # Subgradient ascent: the step is halved whenever the bound has not risen for a while.
     while step >= MIN_STEP and not progress.done and progress.left_s > end_s:
         count += 1
+        prices = priced.prices
         messages.forward()
         bound = messages.backward() - float(prices @ room)
         # Patience counts steps without a clear gain.
@@ -87,9 +100,9 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> Array
         # Sums of many small messages drift.
         if count % 100 == 0:
             messages.refresh()
+    move_to(best_prices)
     if not progress.done:
-        move_to(best_prices)
         messages.forward()
         messages.backward()
-        moves.propose(messages.rounded(), progress, prices)
-    return best_prices
+        moves.propose(messages.rounded(), progress, best_prices)
+    return priced

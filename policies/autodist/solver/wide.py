@@ -237,13 +237,11 @@ class _Ascent:
         self.network = network = reduced.network
         self.messages = Messages(network)
         self.local = LocalSearch(network)
-        width = self.messages.own.shape[1]
         self.places, self.values = [], []
-        # Where each strategy lies in the padded array of the messages.
+        # Where each strategy lies in the array of the messages.
         for row in network.rows:
             places = [
-                self.messages.index[node] * width + np.arange(len(used))
-                for node, used in row.usage.items()
+                self.messages.start[node] + np.arange(len(used)) for node, used in row.usage.items()
             ]
             self.places.append(np.concatenate(places))
             # In units of the room, so that multipliers of bytes and of anything else are alike in
@@ -333,9 +331,8 @@ class _Ascent:
 
     def _used(self, choice: NDArray[np.intp]) -> Array:
         """What a choice uses of each row, in units of its room."""
-        width = self.messages.own.shape[1]
-        chosen = np.zeros(self.messages.own.size, dtype=bool)
-        chosen[np.arange(len(self.messages.nodes)) * width + choice[self.messages.nodes]] = True
+        chosen = np.zeros(len(self.messages.own), dtype=bool)
+        chosen[[start + choice[node] for node, start in self.messages.start.items()]] = True
         return np.array(
             [
                 values[chosen[places]].sum()
@@ -367,7 +364,7 @@ class _Ascent:
         room = self.progress.cost - bound
         # Any choice with a strategy above that costs more than the best.
         keep = self.messages.excess() <= room + 1e-9 * abs(self.progress.cost)
-        for i, node in enumerate(self.messages.nodes):
-            part = keep[i, : len(self.network.costs[node])]
+        for node, start in self.messages.start.items():
+            part = keep[start : start + len(self.network.costs[node])]
             if part.any() and not part.all():
                 self.network.restrict(node, part)

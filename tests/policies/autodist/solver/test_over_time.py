@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from choices import best_by_trying, random_problem
 
-from shardwright.policies.autodist.solver import over_time
+from shardwright.policies.autodist.solver import held_nodes, over_time
 from shardwright.policies.autodist.solver.followers import merge_followers
+from shardwright.policies.autodist.solver.held_nodes import HeldNodes, nodes_to_hold, search_held
 from shardwright.policies.autodist.solver.local_search import cost_of
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, simplify, tighten
 from shardwright.policies.autodist.solver.node_moves import Moves
-from shardwright.policies.autodist.solver.priced import search_priced
+from shardwright.policies.autodist.solver.priced import PricedMessages, search_priced
 from shardwright.policies.autodist.solver.problem import (
     Infeasible,
     Problem,
@@ -129,6 +130,55 @@ def test_parts_are_improved_within_limits_over_time() -> None:
     choice = network.expand(dict(enumerate(improve_parts(network, start, progress).tolist())))
     # The best choice, by ``solve`` in a minute, costs 63.63.
     assert progress.cost == evaluate(problem, choice) < 64.5
+
+
+def test_all_but_the_held_nodes_are_solved_exactly() -> None:
+    problem = large(0, 10.0)
+    network = simplify(problem)
+    assert isinstance(network, Network)
+    moves, rng = Moves(network), np.random.default_rng(0)
+    prices = rng.random(len(network.moments))
+    held = nodes_to_hold(network, 1 << 8, (), rng)
+    # A ring with chords cannot be taken apart in tables of four nodes.
+    assert 5 < len(held) < 30
+    others = nodes_to_hold(network, 1 << 8, held, rng)
+    assert len(set(others) & set(held)) < len(held) / 2
+    start = np.zeros(60, dtype=np.intp)
+    found = HeldNodes(network, held).solve(start, moves.costs(prices))
+    assert (found[held] == 0).all() and (found != start).any()
+    # With the same nodes held, the whole solver finds nothing cheaper.
+    nodes = [
+        cost + problem.rows[0].usage[n] * prices_of(network, n, prices)
+        for n, cost in enumerate(problem.node_costs)
+    ]
+    for node in held:
+        nodes[node] = np.where(np.arange(4) == network.strategies[node][0], nodes[node], np.inf)
+    priced = Problem(tuple(nodes), problem.edges)
+    best = solve(priced, time_limit_s=3600)
+    assert isinstance(best, Solution) and best.gap == 0.0
+    choice = network.expand(dict(enumerate(found.tolist())))
+    assert evaluate(priced, choice) == pytest.approx(best.cost, rel=1e-12)
+
+
+def prices_of(network: Network, node: int, prices: np.ndarray) -> float:
+    """What one unit of a node's usage costs: the prices of its moments."""
+    spans = network.moments.spans.get(node, ())
+    return sum(float(prices[span.first : span.last].sum()) for span in spans)
+
+
+def test_held_nodes_lead_from_a_poor_choice_to_a_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_nodes, "PATIENCE", 10)
+    monkeypatch.setattr(held_nodes, "MIN_STEP", 0.03)
+    problem = large(0, 10.0)
+    network = simplify(problem)
+    assert isinstance(network, Network)
+    usage = problem.rows[0].usage
+    progress = Progress(problem, 3600)
+    progress.propose([int(usage[node].argmin()) for node in range(60)])
+    prices = search_held(network, progress, PricedMessages(network), 3600)
+    assert progress.choice is not None and is_feasible(problem, progress.choice)
+    # The best choice, by ``solve`` in a minute, costs 63.63.
+    assert progress.cost < 66.0 and prices.max() > 0 == prices.min()
 
 
 def test_moves_keep_count_of_costs_and_uses() -> None:

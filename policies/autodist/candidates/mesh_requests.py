@@ -156,9 +156,11 @@ def mesh_requests(
     if space.memory_bytes < float("inf"):
         mesh_request = replace(mesh_request, memory_bytes=memory)
         yield mesh_request
-        if space.recompute is None:
-            layers = layer_blocks(graph)[1]
-            every = tuple(dict.fromkeys(map(layer_pattern, layers.values())))
-            if every:
-                yield replace(mesh_request, memory_weight=AGAIN)
-                yield replace(mesh_request, recompute=every)
+        if space.recompute is None and (every := every_layer(graph)):
+            yield replace(mesh_request, memory_weight=AGAIN)
+            yield replace(mesh_request, recompute=every)
+
+
+def every_layer(graph: IRGraph) -> tuple[str, ...]:
+    """The patterns of all layers, as ``recompute`` has them; none in a model without layers."""
+    return tuple(dict.fromkeys(map(layer_pattern, layer_blocks(graph)[1].values())))

@@ -43,6 +43,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
+from shardwright.policies.autodist.candidates.mesh_requests import every_layer
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -54,7 +55,7 @@ from shardwright.policies.choice import Chooser
 from shardwright.policies.context_axes import ContextAxis, split_context, turns_of_axes
 from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import with_regions
-from shardwright.policies.sequences import sequence_classes
+from shardwright.policies.sequences import Positions, sequence_classes
 from shardwright.policies.splits import split_dims, split_of
 from shardwright.policies.tensor import gathers_in_mode, split_in_mode
 from shardwright.policies.tensor_modes import AXES as MODE_AXES
@@ -68,6 +69,9 @@ SIMPLE_SLACK = 0.95
 """Plans are audited whose parts take less than the best plan, and no more than the memory, after
 this factor: at a boundary adapters may be saved.
 """
+
+WITH_POSITIONS = "inner, and positions"
+"""A rule: an axis splits inner dims, and what it would leave whole along the sequence."""
 
 AXIS = "axis"
 """What the axis is called along which a rule is asked."""
@@ -114,10 +118,9 @@ def simple_plans(
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config
-    recompute = tuple(space.recompute or ())
-    marked = with_regions(rules.needed, recompute)
     # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
-    for way in rules.ways(mesh):
+    for recompute, way in itertools.product(_recomputed(mesh, space, rules), rules.ways(mesh)):
+        marked = with_regions(rules.needed, recompute)
         if (
             SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting)
             >= below_s
@@ -150,6 +153,16 @@ def simple_plans(
         likely, large = _by_even_bytes(walk, named_schedules, num_positions, space)
         later.append(on(large))
         yield from on(likely)
+
+
+def _recomputed(mesh: Mesh, space: SearchSpace, rules: Rules) -> list[tuple[str, ...]]:
+    """What plans on a mesh compute again: what the user says; else nothing, or all layers where an
+    axis deals in zigzag. The search, which chooses layers, does not place such a mesh itself.
+    """
+    found = [tuple(space.recompute or ())]
+    if mesh.turns and space.recompute is None and space.memory_bytes < float("inf"):
+        found += [every] if (every := every_layer(rules.needed)) else []
+    return found
 
 
 def _by_even_bytes(
@@ -398,6 +411,9 @@ class Rules:
             return
         others = [axis for axis in mesh.names if axis != along]
         rules: tuple[str | None, ...] = ("batch", "inner") if others else (None,)
+        if others and mesh.names[0] == along:
+            # Positions that the outer axis leaves are cut further, as by sequence_parallel=True.
+            rules = (*rules, WITH_POSITIONS)
         for rule in rules:
             for mode in ("ring", "gather"):
                 # A model without a batch, or attention that has no ring.
@@ -409,7 +425,8 @@ class Rules:
         builder = self.graph.builder(mesh=mesh)
         for axis, size in mesh.axes:
             if axis != along and rule is not None:
-                split_dims(builder, axis, self._classes(rule, size))
+                positions = Positions() if rule == WITH_POSITIONS else None
+                split_dims(builder, axis, self._classes(rule, size), positions=positions)
         split_context(builder, [ContextAxis(along, mesh.axis_size(along), mode)], {})
         return builder.plan("autodist")
 

@@ -414,6 +414,28 @@ def test_the_rules_give_on_two_axes_what_policies_give() -> None:
     assert notes and {note.axis for note in notes} == {"tp"}
 
 
+@pytest.mark.parametrize("memory_bytes", [float("inf"), 1e9])
+def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
+    memory_bytes: float,
+) -> None:
+    """Where memory is limited, all layers of such a plan may be computed again, as a published one
+    has them: a search places no mesh in zigzag itself, so it chooses no layers there.
+    """
+    graph, hardware = plans.zoo_graph("llama"), slow_machine(4)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+    space = SearchSpace(meshes={}, num_microbatches=1, memory_bytes=memory_bytes)
+    setting = Setting(hardware, config, (0, 1, 2, 3))
+    mesh = Mesh((("cp", 2), ("tp", 2)), (("cp", 1),))
+    whole = [NamedSchedule("", 1)]
+    found = [simple.plan for simple in simple_plans(graph, mesh, whole, 1, 0, space, setting)]
+    options = {"cp": 2, "tp": 2, "cp_mode": "ring", "sequence_parallel": True, "num_stages": 1}
+    made = find_policy("hybrid").apply(graph, replace(config, use_end2end=True, pas_config=options))
+    expected = made if isinstance(made, Plan) else made.plan
+    assert expected is not None
+    again = [plan.recompute for plan in found if plan.strategies == expected.strategies]
+    assert again == [(), ("model.layers.*",)][: 1 if memory_bytes == float("inf") else 2]
+
+
 @pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven"])
 def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
     """Before a plan is made, it is known what its operators take."""

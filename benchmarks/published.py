@@ -81,6 +81,14 @@ one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm
 the rest. (A step that is bound by its host waits for neither.)
 """
 
+DOUBT = {"products": 0.15, "memory": 0.2, "launch_us": 0.7, "step_ms": 0.7, "hidden": 0.7}
+"""How far constants may be from what is believed before any row is seen, as logarithms."""
+
+ROW_ERROR = 0.07
+"""How far a row is from its prediction with the right constants, as a logarithm: what the model
+leaves out.
+"""
+
 FAR = 0.05
 """The error, as a logarithm, from which a row counts less."""
 
@@ -204,13 +212,17 @@ def predict(row: Row, programs: Programs, machine: Machine) -> float:
     return float(at_depth(row, found)[0]) + 1e-3 * machine.constants.get("step_ms", 0.0)
 
 
-def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
-    """The constants with the least squares of the logarithms of predicted over measured, by
-    Gauss-Newton from those of ``start``. A constant that no row shows stays where it is.
+def fit(
+    rows: Sequence[Row], programs: Programs, belief: Machine, row_error: float = ROW_ERROR
+) -> Machine:
+    """The constants that are most likely, by Gauss-Newton: those of ``belief`` are believed as far
+    as ``DOUBT`` says, and a row is believed to ``row_error``, both as logarithms. Many rows
+    overrule the belief; one row moves the constants little, and most the one that is least known.
     """
-    names = list(start.constants)
+    names = list(belief.constants)
     low, high = np.log([BOUNDS[name] for name in names]).T
-    at = np.clip(np.log([start.constants[name] for name in names]), low, high)
+    believed = np.clip(np.log([belief.constants[name] for name in names]), low, high)
+    doubt = np.array([DOUBT[name] for name in names])
     measured = np.log([row.iter_s for row in rows])
 
     def errors(point: np.ndarray) -> np.ndarray:
@@ -218,14 +230,14 @@ def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
         seconds = [predict(row, programs, machine) for row in rows]
         return np.log(seconds) - measured
 
+    at = believed
     for _ in range(6):
         now = errors(at)
         slopes = [(errors(at + STEP * axis) - now) / STEP for axis in np.eye(len(names))]
-        # A little weight on staying: rows need not show every constant.
         # Rows that are far off count less (Huber): they want another model, not other constants.
-        weights = 1 / np.sqrt(np.maximum(1, np.abs(now) / FAR))
-        left = np.vstack([weights[:, None] * np.stack(slopes, axis=1), 0.05 * np.eye(len(names))])
-        right = np.append(-weights * now, np.zeros(len(names)))
+        weights = 1 / (row_error * np.sqrt(np.maximum(1, np.abs(now) / FAR)))
+        left = np.vstack([weights[:, None] * np.stack(slopes, axis=1), np.diag(1 / doubt)])
+        right = np.append(-weights * now, (believed - at) / doubt)
         change = np.linalg.lstsq(left, right, rcond=None)[0]
         moved = np.clip(at + np.clip(change, -0.5, 0.5), low, high)
         done = np.abs(moved - at).max() < 1e-3
@@ -303,9 +315,7 @@ def save_machines(machines: Mapping[str, Machine]) -> None:
     MACHINES.write_text(json.dumps(dict(sorted(data.items())), indent=2) + "\n")
 
 
-def refit(
-    studies: Mapping[str, Sequence[Row]], programs: Programs, machines: Mapping[str, Machine]
-) -> dict[str, Machine]:
+def refit(studies: Mapping[str, Sequence[Row]], programs: Programs) -> dict[str, Machine]:
     """All constants again, each study from every tenth of its rows or fewer."""
     found = {}
     for study, rows in studies.items():
@@ -313,12 +323,12 @@ def refit(
             continue
         count = min(MOST_FITTED, len(rows) // 10)
         chosen = [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
-        found[study] = fit(chosen, programs, machines.get(study, START))
+        found[study] = fit(chosen, programs, BELIEF)
     return found
 
 
-START = Machine({"products": 0.7, "memory": 0.7, "launch_us": 50.0, "step_ms": 2.0, "hidden": 0.3})
-"""Where a study that was never fitted begins."""
+BELIEF = Machine({"products": 0.7, "memory": 0.7, "launch_us": 50.0, "step_ms": 2.0, "hidden": 0.3})
+"""The constants that are believed of any study before its rows are seen."""
 
 MOST_FITTED = 24
 """The most rows of a study on which its constants are fitted."""
@@ -448,7 +458,7 @@ def main() -> None:
     programs, console, machines = Programs(), Console(width=160), load_machines()
     studies, refused = sorted_out(rows, programs)
     if arguments.fit:
-        fitted = refit(studies, programs, machines)
+        fitted = refit(studies, programs)
         save_machines(fitted)
         machines |= fitted
     report(

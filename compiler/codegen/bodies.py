@@ -42,7 +42,8 @@ class _Method:
 
     name: str
     lines: list[str]
-    takes_layer: bool = False  # it names random draws after the number of the layer
+    takes_block: bool  # it reads tensors of a layer
+    takes_layer: bool  # it names random draws after the number of the layer
 
 
 @dataclass
@@ -160,7 +161,7 @@ class BodyWriter(StatementWriter):
         method = self.methods.get(run.key) or self._write_method(instances, program)
         block, number, inputs = words
         arguments = [
-            *([block] if run.container else []),
+            *([block] if method.takes_block else []),
             *([number] if run.container and method.takes_layer else []),
         ]
         arguments += [*inputs, *run.symbols]
@@ -217,9 +218,13 @@ class BodyWriter(StatementWriter):
         lines.append(Line(f"return {', '.join(outputs)}"))
         # Random draws are named after the number of the layer.
         takes_layer = any("{layer}" in line.code for line in lines)
+        # Layers without tensors are no part of the parallel module: nothing could be handed over.
+        takes_block = run.container is not None and any(
+            re.search(r"\bblock[.\[]", line.code) for line in lines
+        )
         words = [
             "self",
-            *(["block"] if run.container else []),
+            *(["block"] if takes_block else []),
             *(["layer"] if takes_layer else []),
             *inputs,
             *run.symbols,
@@ -227,12 +232,13 @@ class BodyWriter(StatementWriter):
         text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
         if run.container:
             number = ", number ``layer``" if takes_layer else ""
+            subject = "``block`` is" if takes_block else "What is computed by"
             text.append(
-                '        """``block`` is one of '
+                f'        """{subject} one of '
                 f'``{docstring(run.container[0]) or "self"}``{number}."""'
             )
         text += layout_lines([*self._axis_lines(lines, scope, program), *lines], 8)
-        self.methods[run.key] = _Method(name, text, takes_layer)
+        self.methods[run.key] = _Method(name, text, takes_block, takes_layer)
         return self.methods[run.key]
 
 

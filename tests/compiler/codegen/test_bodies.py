@@ -617,3 +617,30 @@ def test_another_size_than_the_compiled_one_is_refused(tmp_path: Path) -> None:
             "  try:   pass the compiled shape, or compile again and name the dims that vary "
             "in ComputeConfig.dynamic_dims"
         )
+
+
+class Contrast(nn.Module):
+    """A layer without tensors, as the embeddings by contrast of Grounding DINO are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (2 * x).tanh() + 0.5 * x.sin()
+        return (y - y.mean(-1, keepdim=True)).exp() * x
+
+
+class Contrasts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.contrasts = nn.ModuleList(Contrast() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(x))
+        for contrast in self.contrasts:
+            x = contrast(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_without_tensors_are_no_part_of_the_module(policy: str, tmp_path: Path) -> None:
+    compiled, _ = plans.check_policy(seeded(Contrasts), X, policy, 2, tmp_path)
+    assert [name for name in methods_of(compiled) if name.endswith("block")]

@@ -150,9 +150,9 @@ ROWS = ((*(1,) * 256, 256, 256, *(1,) * 256), (1024,), (100, 500, 424))
 """Lengths of documents, by step. Of 2 ranks in zigzag the first has the single tokens."""
 
 
-def packed_rows(folder: str, mode: str) -> tuple[Any, Any, int, str]:
-    """Losses, parameters and bytes received by step, eager and compiled with inductor; how many
-    graphs that took; what ``fullgraph=True`` says.
+def packed_rows(folder: str, mode: str, backend: str) -> tuple[Any, Any, int, str]:
+    """Losses, parameters and bytes received by step, eager and compiled; how many graphs that took;
+    what ``fullgraph=True`` says.
     """
     config = shardwright.ComputeConfig(
         plan_ngpus=2, runtime_ngpus=2, pas_config={"cp_mode": mode, "cp_turns": 1}
@@ -182,7 +182,7 @@ def packed_rows(folder: str, mode: str) -> tuple[Any, Any, int, str]:
     eager = run(None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = run({"backend": "inductor"})
+    compiled = run({"backend": backend})
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     try:

@@ -27,12 +27,12 @@ def test_compiled_modules_train_as_they_do_without(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ring", "gather"])
-def test_compiled_modules_even_out_packed_rows(mode, tmp_path):
+@pytest.mark.parametrize(("mode", "backend"), [("ring", "inductor"), ("gather", "aot_eager")])
+def test_compiled_modules_even_out_packed_rows(mode, backend, tmp_path):
     """Lengths of documents differ from step to step, and so does what ranks send: it is that of the
     eager module, between a graph before each attention and one behind the last.
     """
-    for found in run_processes(2, "compiled_jobs:packed_rows", str(tmp_path), mode):
+    for found in run_processes(2, "compiled_jobs:packed_rows", str(tmp_path), mode, backend):
         eager, compiled, num_graphs, refusal = found
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
         received = [num_bytes for _, num_bytes in compiled[0]]

@@ -643,6 +643,8 @@ CAUSES = {
     "higgs_audio_v2": "its `input_ids` are constants here, as text and sound go through norms and "
     "layers of their own (`hidden_states[audio_token_mask]`), whose rows follow from the ids; what "
     "is a constant belongs to all samples, so no rank may take some of them",
+    "sam3_tracker": "convolutions of its feature pyramid (`fpn_layers.0.proj2`) stay whole: `tp` "
+    "tries to split such ones from 5 % of a model's work on, and it counts these as 4 %",
     "sew_d": "under `data` all ranks project the relative positions, which belong to no sample; "
     "so do all ranks of DDP, and beside 4 short sounds they are most of the work",
 }

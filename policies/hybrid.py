@@ -132,6 +132,7 @@ class _Stage:
         without stages.
         """
         has_experts = options.ep is not None or options.etp is not None
+        ep = 1 if options.ep is None else options.ep
         stage = cls(
             graph,
             config,
@@ -144,7 +145,7 @@ class _Stage:
             expert_axes(
                 options.dp,
                 tp,
-                options.ep or 1,
+                ep,
                 options.etp,
                 "hybrid",
                 [(axis.name, axis.size) for axis in context],

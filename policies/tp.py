@@ -94,7 +94,8 @@ def _with_experts(
 ) -> PlannableGraph:
     """The plan with experts on axes of their own."""
     ranks = config.plan_ngpus
-    axes = expert_axes(1, ranks, options.ep or 1, options.etp, "tp")
+    ep = 1 if options.ep is None else options.ep
+    axes = expert_axes(1, ranks, ep, options.etp, "tp")
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), options.positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -35,16 +36,11 @@ def mark_recompute(
     # Patterns that matched something; the others are refused below.
     matched: set[str] = set()
 
-    def region(op: IROp) -> str | None:
-        if op.region is not None:
-            return op.region
-        stage = f"stage:{(stages or {}).get(op.name)}"
-        if stage in patterns:
-            matched.add(stage)
-            return f"recompute_{stage.replace(':', '_')}"
+    @functools.cache  # a module has many operators
+    def region_of_path(path: str) -> str | None:
         # ``model.layers.*`` matches ``model.layers.3.mlp``: a pattern is compared with the front of
         # a path.
-        parts = op.module_path.split(".")
+        parts = path.split(".")
         for pattern in patterns:
             wanted = pattern.split(".")
             if len(parts) >= len(wanted) and all(
@@ -53,6 +49,15 @@ def mark_recompute(
                 matched.add(pattern)
                 return "recompute_" + "_".join(parts[: len(wanted)])
         return None
+
+    def region(op: IROp) -> str | None:
+        if op.region is not None:
+            return op.region
+        stage = f"stage:{(stages or {}).get(op.name)}"
+        if stage in patterns:
+            matched.add(stage)
+            return f"recompute_{stage.replace(':', '_')}"
+        return region_of_path(op.module_path)
 
     ops = tuple(replace(op, region=region(op)) for op in graph.ops)
     for pattern in patterns:

@@ -138,6 +138,24 @@ policy 'ep' cannot place ep=0 on 4 ranks
   try:   ep is one of 1, 2, 4""",
         ),
         (
+            "tp",
+            4,
+            {"ep": 0},
+            """\
+policy 'tp' cannot place ep=0 on 4 ranks
+  why:   experts lie on the ranks that are dp=1 x tp=4 outside of them
+  try:   ep is one of 1, 2, 4""",
+        ),
+        (
+            "hybrid",
+            4,
+            {"dp": 4, "ep": 0},
+            """\
+policy 'hybrid' cannot place ep=0 on 4 ranks
+  why:   experts lie on the ranks that are dp=4 x tp=1 outside of them
+  try:   ep is one of 1, 2, 4""",
+        ),
+        (
             "hybrid",
             6,
             {"num_stages": 1, "dp": 2, "tp": 3, "ep": 2, "etp": 2},

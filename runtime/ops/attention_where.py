@@ -22,12 +22,13 @@ from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, s
 from shardwright.runtime.ops.attention_blocks import Flat
 from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
+from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.random import NamedSizes, RngState
 from shardwright.runtime.ops.split_attention import (
+    DEPENDS,
     Where,
     attention_in_tiles,
     autocasted,
-    leave_graph,
     whole_mask_of,
 )
 from shardwright.runtime.visible_keys import MOST_MASKED, Band, Bands, all_keys
@@ -110,7 +111,7 @@ def attention_where(
         assert rng is not None, "lowering says by what weights are dropped"
         shape = (samples, heads, query.shape[-2], positions[1])
         dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
-    leave_graph()
+    leave_graph(DEPENDS)
     return _in_tiles(
         autocasted(query),
         autocasted(key),

@@ -30,12 +30,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
+from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
 from shardwright.runtime.ops.token_messages import (
@@ -48,6 +50,9 @@ from shardwright.runtime.ops.token_messages import (
 )
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import Run, dealt, within
+
+DEPENDS = "how many rows an expert gets is known when its router has run"
+"""Why no graph of torch's compiler holds the operators of experts."""
 
 
 def dispatch(
@@ -67,8 +72,10 @@ def dispatch(
     cut the tokens of ``x``; ``token_dims`` then describes the tokens.
     Returns ``(rows, gains, routing)``, without gains if there are no weights.
     """
+    leave_graph(DEPENDS)
     axes = expert_axes, exchange
-    return _dispatched(x, chosen, weights, num_experts, *axes, token_dims, moved)()
+    found = _now(_dispatched, x, chosen, weights, num_experts, *axes, token_dims, moved)
+    return cast(tuple[Any, ...], found)
 
 
 def start_dispatch(
@@ -101,7 +108,8 @@ def combine(
     ``exchange``, ``token_dims``: as in :func:`dispatch`; each rank then gets the sums of its own
     tokens.
     """
-    return _combined(rows, routing, exchange, token_dims, moved)()
+    leave_graph(DEPENDS)
+    return cast(Tensor, _now(_combined, rows, routing, exchange, token_dims, moved))
 
 
 def start_combine(
@@ -115,6 +123,11 @@ def start_combine(
     sums are under way in between.
     """
     return _combined(rows, routing, exchange, token_dims, moving)
+
+
+@_disable_dynamo
+def _now(begin: Callable[..., Callable[[], Any]], *args: Any) -> Any:
+    return begin(*args)()
 
 
 def _dispatched(

@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.routing import Routing, checked_routing
 
 
@@ -35,6 +37,19 @@ def grouped_linear(
     out]``. ``autocast``: whether it follows autocast as ``F.linear`` does. Otherwise rows are
     converted to the dtype of the weight.
     """
+    leave_graph("products of experts depend on how many rows each has")
+    return _grouped_linear(rows, weight, routing, bias, transposed, autocast)
+
+
+@_disable_dynamo
+def _grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+    transposed: bool,
+    autocast: bool,
+) -> Tensor:
     checked_routing(routing)
     device = rows.device.type
     dtype = weight.dtype
@@ -66,10 +81,17 @@ def grouped_mm(
     if offs is None:
         out = input @ mat2
     else:
-        used = int(offs[-1]) if len(offs) else 0  # rows beyond are in no group
-        out = F.pad(_grouped_product(input[:used], mat2, offs), (0, 0, 0, input.shape[0] - used))
+        leave_graph("products of groups depend on how many rows each has")
+        out = _padded_product(input, mat2, offs)
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)
+
+
+@_disable_dynamo
+def _padded_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """The products of groups, and zeros for rows beyond, which are in no group."""
+    used = int(ends[-1]) if len(ends) else 0
+    return F.pad(_grouped_product(rows[:used], matrices, ends), (0, 0, 0, rows.shape[0] - used))
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from shardwright.runtime.ops.attention_blocks import (
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
 from shardwright.runtime.ops.attention_steps import Lent, Part, Place, Step, Steps, steps_of
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
+from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
@@ -119,7 +120,7 @@ def split_attention(
     bands = (earlier_keys if is_causal else all_keys)(
         whole_length(lengths[0]) * query_unit, whole_length(lengths[1])
     )
-    leave_graph()
+    leave_graph(DEPENDS)
     one_batch = [_one_batch(x, leads) for x in (query, key, value)]
     out = attention_in_tiles(
         one_batch[0],
@@ -134,6 +135,10 @@ def split_attention(
     return out.view(*leads, *out.shape[1:]) if num_dims > 2 else out.view(out.shape[-2:])
 
 
+DEPENDS = "attention in blocks depends on values, such as lengths of documents"
+"""Why no graph of torch's compiler holds it: which blocks there are, and what is sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """Where the queries and keys of a rank lie. ``query_axes``: the axes that cut the queries,
@@ -146,17 +151,6 @@ class Where:
     ring: AxisGroup | None
     lengths: tuple[Length, Length]
     query_unit: int = 1
-
-
-def leave_graph() -> None:
-    """End a graph of torch's compiler, where one is made: which blocks there are, and what is sent,
-    follows from values.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break(
-            msg="attention in blocks depends on values, such as lengths of documents: a compiled "
-            "module runs it between two graphs, so leave fullgraph=True out"
-        )
 
 
 @_disable_dynamo

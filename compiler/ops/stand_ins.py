@@ -25,6 +25,11 @@ def unclamped(input: Tensor, min: float | None = None, max: float | None = None)
     return _dispatched(unclamped, input, min, max)
 
 
+def any_chosen(mask: Tensor) -> Tensor:
+    """Stands for :func:`shardwright.runtime.ops.any_chosen`."""
+    return _dispatched(any_chosen, mask)
+
+
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.all_chosen`."""
     return _dispatched(all_chosen, input, mask)

@@ -10,10 +10,10 @@ have it that cap their scores or have sinks:
     out = probs @ value
 
 Scores that are capped and have no mask are attention to all keys. Other attention that is written
-out becomes torch's operator: with dropout, with a bias that is learned, or with a mask that tells
-no marks, which is its ``attn_mask``. Beside a cap or sinks it is that of ``attention_where``. Heads
-of keys and values that were repeated for the heads of queries are read as they were before. What
-others read on the way stays as it is.
+out becomes torch's operator: with dropout, with a bias that leaves each query a key
+(``hiding_bias.py``), or with a mask that tells no marks, which is its ``attn_mask``. Beside a cap
+or sinks it is that of ``attention_where``. Heads of keys and values that were repeated for the
+heads of queries are read as they were before. What others read on the way stays as it is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import torch
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
 from shardwright.compiler.passes.attention_spelling import Spelled, spelled, unused
+from shardwright.compiler.passes.hiding_bias import masks_of_keys
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
 from shardwright.compiler.passes.written_out import Bias, Chain, Products
 
@@ -48,7 +50,8 @@ def with_marks(graph: IRGraph) -> IRGraph:
     if not found:
         return graph
     several = {name: (*finder.before.get(name, ()), *made) for name, made in found.items()}
-    return read.with_found(several | {op.name: (op,) for op in finder.sums})
+    several |= {op.name: (op,) for op in finder.sums}
+    return read.with_found(finder.checked | several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class _Finder:
         """Operators that add up what is added to scores."""
         self.before: dict[str, tuple[IROp, ...]] = {}
         """Operators that are new in front of one that was found, by its name."""
+        self.checked: dict[str, tuple[IROp, ...]] = {}
+        """Choices whose masks are checked at run time, by their names."""
 
     def of(self, op: IROp) -> IROp | None:
         """The operator as ``attention_where``; ``None`` if it stays."""
@@ -257,6 +262,8 @@ class _Finder:
             # weight.
             if marks is not None or not (mask is None or gives_zeros or sinks is not None):
                 return None
+            if bias is not None and sinks is None and not self._keeps_keys(bias, lengths):
+                return None
             added = mask if bias is None else bias.value
             others |= {"cap": products.cap, "sinks": sinks, "attn_mask": added}
             return self._with_sums(self._attention(op, query, key, value, others), bias)
@@ -274,10 +281,33 @@ class _Finder:
             return self._with_nan(made, mask) if hides == -math.inf else None
         if bias is None:
             return self._grouped(op, query, key, value, others)
-        if bias.value.dtype != query.dtype:
+        if bias.value.dtype != query.dtype or not self._keeps_keys(bias, lengths):
             return None
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
         return self._with_sums(made, bias)
+
+    def _keeps_keys(self, bias: Bias, lengths: tuple[Size, Size]) -> bool:
+        """Whether a bias leaves each query a key. If it does as long as samples have keys, that is
+        checked from here on.
+        """
+        terms = [bias.value, *(value for op in bias.sums for value in op.operands)]
+        made = {result.name for op in bias.sums for result in op.results}
+        # Sums are new, and known by what they add.
+        added = [value for value in terms if value.name not in made]
+        choices = masks_of_keys(self._reader, added, lengths)
+        for choice in choices or ():
+            self.checked.setdefault(choice.name, self._checked(choice))
+        return choices is not None
+
+    def _checked(self, choice: IROp) -> tuple[IROp, ...]:
+        """``where`` by a mask of keys, which is checked to leave each sample a key."""
+        mask = choice.arg("condition")
+        found = replace(mask, name=unused(f"{choice.name}_keys", self._taken), fqn=None)
+        found = replace(found, kind=ValueKind.ACTIVATION)
+        check = replace(
+            self._made(choice, "any_chosen", (mask,), {}), name=found.name, results=(found,)
+        )
+        return check, choice.with_args(condition=found)
 
     def _with_nan(self, made: IROp, mask: IRValue) -> IROp:
         """Attention that is nan for a query without keys."""

@@ -109,6 +109,11 @@ class MaskReader:
         op = self._producers[value.name][0]
         return op if op.target in targets else None
 
+    def maker_of(self, value: IRValue) -> IROp | None:
+        """The operator that makes a value."""
+        found = self._producers.get(value.name)
+        return None if found is None else found[0]
+
     def number(self, value: Arg) -> float | None:
         """The one number that a value holds, if that is known while compiling."""
         if not isinstance(value, IRValue):

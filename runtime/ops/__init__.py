@@ -31,7 +31,7 @@ from shardwright.runtime.ops.embedding import embedding
 from shardwright.runtime.ops.experts import combine, dispatch
 from shardwright.runtime.ops.group_norm import group_norm
 from shardwright.runtime.ops.grouped_products import grouped_linear, grouped_mm
-from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
+from shardwright.runtime.ops.guards import all_chosen, any_chosen, only_finite, unclamped
 from shardwright.runtime.ops.layer_norm import layer_norm, rms_norm
 from shardwright.runtime.ops.linear_beside import addmm_beside, linear_beside
 from shardwright.runtime.ops.linear_cross_entropy import linear_cross_entropy
@@ -115,6 +115,7 @@ __all__ = [
     "addmm_beside",
     "all_chosen",
     "alpha_dropout",
+    "any_chosen",
     "attention_where",
     "avg_pool1d",
     "avg_pool2d",

@@ -64,6 +64,21 @@ def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     return input
 
 
+def any_chosen(mask: Tensor) -> Tensor:
+    """``mask [..., keys]``, which chooses a key for each sample.
+
+    Raises :class:`InputError` if it does not.
+    """
+    _require(
+        mask.any(-1).all(),
+        "a mask of attention hides all keys of a sample",
+        "the kernel of attention that is compiled in the place of softmax has no exact gradients "
+        "for a sample without keys",
+        "leave samples without keys out of the batch, or let each have one",
+    )
+    return mask
+
+
 def _require(holds: Tensor, what: str, why: str, hint: str) -> None:
     try:
         torch._assert_async(holds, f"{what}: {why}")

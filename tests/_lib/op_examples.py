@@ -16,6 +16,7 @@ from torch import nn
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.stand_ins import (
     all_chosen,
+    any_chosen,
     attention_where,
     combine,
     dispatch,
@@ -54,7 +55,13 @@ def checks() -> list[Call]:
     """Calls of operators that check what a branch took for granted."""
     mask = torch.ones(4, 6, 1, dtype=torch.bool)
     checked = [(unclamped, (X, -9.0, 9.0)), (unclamped, (X, None, 9.0))]
-    return [*checked, (only_finite, (X,)), (all_chosen, (X, mask)), (all_chosen, (X, mask[0]))]
+    return [
+        *checked,
+        (only_finite, (X,)),
+        (all_chosen, (X, mask)),
+        (all_chosen, (X, mask[0])),
+        (any_chosen, (mask,)),
+    ]
 
 
 def products() -> list[Call]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import plans
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from shardwright.compiler.ir.op import IROp, WhenTraining
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import ATTENTION
+from shardwright.runtime.errors import InputError
+from shardwright.runtime.ops import any_chosen
 
 WINDOW = ((0, 3, 0, 1, 0, 1), (3, 11, 1, 4, 1, 1))
 CAUSAL = ((0, 11, 0, 1, 0, 1),)
@@ -122,6 +125,56 @@ def test_attention_written_out_is_torchs_operator() -> None:
     assert {"dropout_p": 0.1, "enable_gqa": True, "scale": 1.0}.items() <= dict(op.args).items()
     mask = op.arg("attn_mask")
     assert isinstance(mask, IRValue) and mask.shape == (2, 3, 6, 6) and mask.requires_grad
+
+
+def padded(x: Tensor, counts: Tensor) -> Tensor:
+    """Padding and later keys are hidden one by one: a query behind padding sees no key."""
+    later = torch.where(earlier(x), x.new_zeros(()), -1e30)
+    hidden = (1.0 - counts.to(x.dtype)) * -1e30
+    return (x @ x.mT + hidden + later).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        padded,
+        lambda x, counts: (x @ x.mT + (~counts).to(x.dtype) * -1e9).softmax(-1) @ x,
+        lambda x, counts: capped(x, (~counts).to(x.dtype) * -1e9),
+        # Each leaves a query a key, but not the same one.
+        lambda x, counts: (
+            (
+                x @ x.mT + torch.where(earlier(x), 0.0, -1e30) + torch.where(earlier(x), -1e30, 0.0)
+            ).softmax(-1)
+            @ x
+        ),
+    ],
+)
+def test_attention_that_may_hide_all_keys_by_a_number_stays(
+    attend: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """The backward of torch's kernel would be wrong for a query without keys."""
+    assert not attention_of(attend)
+
+
+def test_numbers_behind_padding_are_those_of_one_device(tmp_path: Path) -> None:
+    """Compiled with a mask that hides nothing, called with one that does."""
+    model = Attention(lambda x, counts: padded(x, counts).square().sum()).double()
+    x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    inputs = {"x": x, "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    compiled = plans.compile_with(plans.traced(model, inputs), "tp", 2)
+    plans.write(tmp_path, compiled, model)
+    inputs["counts"] = torch.arange(6) > torch.tensor([1, 4]).view(2, 1, 1, 1)
+    outcome = plans.run_once(tmp_path, compiled, inputs)
+    loss = model(**inputs)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert model.scale.grad is not None
+    torch.testing.assert_close(outcome.gradients["scale"], model.scale.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sample_without_keys_is_refused_beside_a_learned_bias() -> None:
+    with pytest.raises(InputError, match="hides all keys of a sample"):
+        any_chosen(torch.tensor([[True, False], [False, False]]))
 
 
 def test_a_query_without_keys_is_nan_where_scores_are_filled_with_infinity() -> None:

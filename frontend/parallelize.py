@@ -153,9 +153,10 @@ def parallelize(
     ``dummy_forward_args``: an example of every argument of ``forward``, by name. What is absent
     keeps its default for good.
     ``pas_policy``: the name of a policy, built in (``"dp"``, ``"tp"``, ``"data"``, ``"cp"``,
-    ``"ep"``, ``"pp"``, ``"hybrid"``, ``"tensor"``, ``"autodist"``, ``"saved"``) or registered; or a function of the
-    graph and the config; or ``dict(pipeline=2, tensor=dict(size=4, mode="2d"))``, with which a dict
-    ``compute_config`` may leave ``plan_ngpus`` and ``runtime_ngpus`` out (docs/tensor-modes.md).
+    ``"ep"``, ``"pp"``, ``"hybrid"``, ``"tensor"``, ``"autodist"``, ``"saved"``) or registered; or a
+    function of the graph and the config; or ``dict(pipeline=2, tensor=dict(size=4, mode="2d"))``,
+    with which a dict ``compute_config`` may leave ``plan_ngpus`` and ``runtime_ngpus`` out
+    (docs/tensor-modes.md).
     ``gen_savedir``: the files lie in
     ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance_name>``.
     ``reuse``: what to do with files of an earlier call, see :class:`ReuseType`. Files are

@@ -81,8 +81,8 @@ class Overlap:
         if any(a.kind is ActionKind.WEIGHT_GRADIENT for row in schedule.actions for a in row):
             raise PlanError(
                 f"overlap_communication does not go with the schedule {program.plan.schedule!r}",
-                why="the schedule computes gradients of weights in actions of their own, apart from "
-                "the backward in which messages are under way",
+                why="the schedule computes gradients of weights in actions of their own, apart "
+                "from the backward in which messages are under way",
                 hint="leave out overlap_communication, or take another schedule, such as 1f1b",
             )
         stages = tuple(with_work_behind_messages(_beside(p)) for p in program.programs)

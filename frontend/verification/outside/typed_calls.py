@@ -36,8 +36,15 @@ spmd.register_no_typecheck(ParallelModule.check_inputs)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` as a product and a sum: a partial bias joins a partial product."""
+    """``F.linear`` as a product and a sum: a partial bias joins a partial product. Dims of size 1
+    between others are left out of the product, as there is no sharding for it with them.
+    """
+    ones = [dim for dim in range(1, input.ndim - 1) if input.shape[dim] == 1]
+    for dim in reversed(ones):
+        input = input.squeeze(dim)
     product = torch.matmul(input, weight.transpose(0, 1))
+    for dim in ones:
+        product = product.unsqueeze(dim)
     return product if bias is None else product + bias
 
 
@@ -57,7 +64,15 @@ MOVEMENTS = frozenset({"chunk", "flatten", "reshape", "split", "unflatten", "vie
 apart, of which it only knows that an axis cuts it, or join dims.
 """
 
-FACTORIES = (torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace, torch.eye)
+FACTORIES = (
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.linspace,
+    torch.eye,
+)
 """They make the same numbers on all ranks, unless an argument tells the rank's place."""
 
 

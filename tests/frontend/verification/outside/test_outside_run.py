@@ -4,8 +4,10 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from museum_models import CASES
 from outside_cases import exhibits, verdict
+from torch import nn
 from verified import verify_zoo
 
 from shardwright.frontend.verification import verify as verification
@@ -101,3 +103,24 @@ def test_faults_of_the_museum(title: str) -> None:
     elif title in STOPPED:
         wanted = "stopped"
     assert verdict(*exhibits()[title]).split(":")[0] == wanted
+
+
+class OneHead(nn.Module):
+    """A product over a dim of size 1, and a tensor that is filled piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = self.key(x.unsqueeze(1))
+        both = x.new_empty(*key.shape[:-1], 24)
+        both[..., :16] = key
+        both[..., 16:] = x.unsqueeze(1)
+        return both.square().sum()
+
+
+def test_what_latent_attention_is_made_of_is_accepted() -> None:
+    x = torch.ones(4, 6, 8, dtype=torch.float64)
+    report = verification.verify(OneHead().double(), {"x": x}, "data", TWO, outside=True)
+    assert report.ok and report.outside is not None and "accepts" in str(report.outside)

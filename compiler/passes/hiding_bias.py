@@ -24,7 +24,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.passes.mask_marks import MaskReader
+from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
 
 _LARGE = 1e3
 """A number that may hide a key when it is added to a score."""
@@ -124,10 +124,27 @@ class _Reading:
         marks = self._reader.of(mask, self._lengths)
         if marks is not None and marks.all_see:
             return Hides.OTHERS if marks.sees_itself else Hides.NOT_ALL
-        if mask.ndim > 1 and mask.shape[-2] != 1:
+        if not (_is_of_keys(mask) or (marks is not None and self._are_of_keys(marks))):
             return Hides.PERHAPS_ALL
         self.choices.append(op)
         return Hides.SAME
+
+    def _are_of_keys(self, marks: MaskMarks) -> bool:
+        """Whether all queries of a sample see the same keys."""
+        _, num_keys = self._lengths
+        # Queries beyond all bands see no key at all.
+        if marks.bands and not marks.bands_have_all:
+            return False
+        whole = (
+            (band.low, band.end, band.low_step, band.end_step) == (0, num_keys, 0, 0)
+            for band in marks.bands or ()
+        )
+        return all(whole) and all(_is_of_keys(of_queries) for of_queries, _, _ in marks.atoms)
+
+
+def _is_of_keys(mark: Arg) -> bool:
+    """Whether a mark, or a mask, is one for all queries."""
+    return not isinstance(mark, IRValue) or mark.ndim < 2 or mark.shape[-2] == 1
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -83,7 +83,13 @@ class MaskMarks:
             return True
         if self.atoms or self.bands is None:
             return not self.atoms
-        return sum(band.stop - band.start for band in self.bands) == self.bands[-1].stop
+        return self.bands_have_all
+
+    @property
+    def bands_have_all(self) -> bool:
+        """Whether every query is in a band."""
+        bands = self.bands or ()
+        return bool(bands) and sum(band.stop - band.start for band in bands) == bands[-1].stop
 
 
 @dataclass

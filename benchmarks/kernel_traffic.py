@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.time.arithmetic import may_multiply
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.plan.program import Compute, steps
 from shardwright.runtime.layout import Mesh
@@ -116,17 +117,22 @@ def measured(case: Any) -> Kernels:
 
 def predicted(case: Any) -> tuple[float, float]:
     """What the cost model counts for all operators but products and attention: what they take on a
-    device that does nothing but move memory.
+    device that does nothing but move memory. Of products the sums of their operands' gradients
+    count.
     """
     hardware = load_hardware("h100", 1)
     device = replace(hardware.device, launch_s=0.0)
     hardware = replace(hardware, device=device)
-    times = [
-        op_time(step.original, {}, Mesh(), hardware)
-        for step in steps(program_of(ON_GPU, case).body)
-        if isinstance(step, Compute) and not may_multiply(step.original)
-    ]
-    forward_s, backward_s = sum(t.forward_s for t in times), sum(t.backward_s for t in times)
+    forward_s = backward_s = 0.0
+    for step in steps(program_of(ON_GPU, case).body):
+        if isinstance(step, Compute):
+            op = step.original
+            time = op_time(op, {}, Mesh(), hardware)
+            if may_multiply(op):
+                alone = op_time(replace(op, summed=()), {}, Mesh(), hardware)
+                time = OpTime(0.0, time.backward_s - alone.backward_s)
+            forward_s += time.forward_s
+            backward_s += time.backward_s
     return forward_s * device.bytes_per_s, backward_s * device.bytes_per_s
 
 

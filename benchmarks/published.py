@@ -65,6 +65,17 @@ PRESETS = {
 }
 """The preset of each device of the tables."""
 
+NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
+"""Bytes per second that a node sends to others, by study, where the table tells of other machines
+than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
+"""
+
+ATTENTION = {"llm-foundry": (0.40, 0.30)}
+"""The part of the peak that attention reaches, forward and backward, by the beginning of a study's
+name, where other kernels ran than the preset's. llm-foundry took the first FlashAttention, in
+Triton: it reaches 30 to 50 % forward and 25 to 35 % backward (Dao 2023, arXiv 2307.08691).
+"""
+
 BOUNDS = {
     "products": (0.3, 1.0),
     "memory": (0.3, 1.0),
@@ -108,8 +119,12 @@ class Machine:
         hardware = load_hardware(PRESETS[row.gpu], row.gpus)
         device, constants = hardware.device, self.constants
         changed: dict[str, Any] = {}
-        if "products" in constants:
-            changed["matmul_efficiency"] = constants["products"]
+        products = constants.get("products", device.matmul_efficiency)
+        changed["matmul_efficiency"] = products
+        # What attention reaches does not depend on what other products do.
+        reached = tuple(device.matmul_efficiency * x for x in device.attention_efficiency)
+        reached = next((x for name, x in ATTENTION.items() if row.study.startswith(name)), reached)
+        changed["attention_efficiency"] = tuple(x / products for x in reached)
         if "memory" in constants:
             # Presets assume nine tenths of the peak.
             changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
@@ -117,8 +132,10 @@ class Machine:
             changed["linear_dtype"] = row.precision
         if "launch_us" in constants:
             changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
+        *inner, network = hardware.tiers
+        network = replace(network, uplink_bytes_per_s=NODES.get(row.study))
         waits = 1 - constants.get("hidden", 0.0)
-        tiers = tuple(_faster(tier, waits) for tier in hardware.tiers)
+        tiers = tuple(_faster(tier, waits) for tier in (*inner, network))
         return replace(hardware, device=replace(device, **changed), tiers=tiers)
 
 

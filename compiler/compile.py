@@ -33,6 +33,7 @@ from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, Sett
 from shardwright.compiler.passes.start_early import Overlap
 from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.passes.summed_gradients import mark_summed_gradients
 from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
@@ -124,7 +125,7 @@ def _in_both_modes(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph]
 ANNOTATE: tuple[AnyPass, ...] = (
     FunctionPass("identities", _in_both_modes(without_identities)),
     FunctionPass("attention", _in_both_modes(with_marks)),
-    FunctionPass("rules", _in_both_modes(attach_rules)),
+    FunctionPass("rules", _in_both_modes(lambda graph: mark_summed_gradients(attach_rules(graph)))),
     FunctionPass("dims", lambda graph: PlannableGraph.of(_in_both_modes(infer_dims)(graph))),
 )
 """The passes that leave out what computes nothing, read masks of attention, and say of every

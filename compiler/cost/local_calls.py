@@ -155,10 +155,10 @@ def _takes_the_target(rule: OpRule, index: int, of_operands: Cuts, of_results: C
 @once
 def signature(op: IROp) -> Hashable:
     """What two calls must share to cost the same however they are split: target, arguments, dtypes,
-    the form of the rule.
+    the form of the rule, which gradients are added to others.
     """
     assert op.rule is not None, f"{op.name} has no rule"
-    return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form
+    return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form, op.summed
 
 
 def _described(op: IROp) -> tuple[str, ...]:

@@ -71,7 +71,9 @@ class IROp:
     ``region`` names the recompute region the call stands in. ``autocast`` is the autocast dtype in
     force, if any. ``only_in`` is ``"train"`` for a buffer update that happens in training only.
     ``updates_buffers``: it writes to buffers among its operands when it runs, as a batch norm does
-    to its running statistics, and runs even if nobody reads its results.
+    to its running statistics, and runs even if nobody reads its results. ``summed``: the positions
+    of operands whose gradient is added to one that is there already, as operators behind this one
+    read the same value; what backward costs depends on it, and nothing else does.
     """
 
     name: str
@@ -87,6 +89,7 @@ class IROp:
     only_in: str | None = None
     updates_buffers: bool = False
     rule: OpRule | None = None
+    summed: tuple[int, ...] = ()
 
     @property
     def place(self) -> str:

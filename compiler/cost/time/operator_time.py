@@ -15,6 +15,8 @@ fetch what they need before they compute (``Device``). What counts:
   expansion is summed.
 - **factors** (``mul``, ``div``) have a kernel each for their gradients, and one more to sum that of
   a factor which was broadcast.
+- **sums of gradients**, where operators behind this one read the same operand too
+  (``IROp.summed``), read two gradients and write one.
 - **everything else** reads its operands and writes its results; the backward reads what came in and
   what was saved, and writes the gradients. :data:`PASSES` lists operators that go over their data
   more often.
@@ -84,6 +86,7 @@ def op_time(
             call = local_call(op, assignment, mesh)
             found = _estimated(call, hardware.device, communicates(call, assignment, mesh))
             found += further_calls(call, assignment, mesh, hardware.device)
+            found += _sums(call, hardware.device)
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
     # Measured times are asked for by the local call, not by the strategy.
@@ -91,6 +94,7 @@ def op_time(
         call = local_call(op, assignment, mesh)
         found = _measured(call, assignment, mesh, hardware.device, times)
         found += further_calls(call, assignment, mesh, hardware.device)
+        found += _sums(call, hardware.device)
     return found + messages_time(call, assignment, mesh, hardware, ranks)
 
 
@@ -124,6 +128,14 @@ def _host(call: LocalCall, device: Device) -> OpTime:
     """The time that Python and autograd add to a call, on a device without a queue of launches."""
     forward_s, backward_s = device.host_s
     return OpTime(forward_s, backward_s if call.differentiated else 0.0)
+
+
+def _sums(call: LocalCall, device: Device) -> OpTime:
+    """The time in which gradients of the call are added to those that its operands have already."""
+    wanted = call.differentiated
+    sums = [call.operands[i].num_bytes for i in call.op.summed if i in wanted]
+    # Both gradients are read, and the sum is written.
+    return OpTime(0.0, sum(_at_least(device.memory_s(3 * n), device, True) for n in sums))
 
 
 def optimizer_s(

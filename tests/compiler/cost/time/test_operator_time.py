@@ -201,6 +201,22 @@ def test_a_host_that_is_waited_for_adds_its_time() -> None:
     assert op_time(op, {}, ALONE, hardware).backward_s == 0
 
 
+def test_gradients_of_values_that_are_read_twice_are_added_up() -> None:
+    """Of ``x + f(x)`` that of ``f`` is added: two gradients are read, and a sum is written."""
+    op, _ = example_op((torch.tanh, (randn(64, 1024),)))
+    summed, mesh = replace(op, summed=(0,)), Mesh((("tp", 2),))
+    assert op.rule is not None
+    split = f"split:{op.rule.factors[0].name}"
+    ways: list[tuple[Assignment, int]] = [({}, 4 * 64 * 1024), ({"tp": split}, 2 * 64 * 1024)]
+    for assignment, num_bytes in ways:
+        alone, added = (op_time(x, assignment, mesh, REAL) for x in (op, summed))
+        seconds = 3 * num_bytes / REAL.device.bytes_per_s
+        assert added.forward_s == alone.forward_s
+        assert added.backward_s == pytest.approx(alone.backward_s + seconds)
+        times = OperatorTimes({call_key(local_call(op, assignment, mesh)): OpTime(1.0, 2.0)})
+        assert op_time(summed, assignment, mesh, REAL, times) == OpTime(1.0, 2.0 + seconds)
+
+
 def test_products_fetch_before_they_compute() -> None:
     op, _ = example_op((F.linear, (randn(4, 16), randn(32, 16))))
     fetching = replace(SLOW_MATH, device=replace(SLOW_MATH.device, fetch_bytes_per_s=1e6))

@@ -31,9 +31,9 @@ from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
 from shardwright.compiler.passes.start_early import Overlap
+from shardwright.compiler.passes.summed_gradients import mark_summed_gradients
 from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
-from shardwright.compiler.passes.summed_gradients import mark_summed_gradients
 from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names

@@ -202,7 +202,7 @@ def test_a_host_that_is_waited_for_adds_its_time() -> None:
 
 
 def test_gradients_of_values_that_are_read_twice_are_added_up() -> None:
-    """Of ``x + f(x)`` that of ``f`` is added: two gradients are read, and a sum is written."""
+    """The gradient of ``f`` in ``x + f(x)`` is added: two are read, and a sum is written."""
     op, _ = example_op((torch.tanh, (randn(64, 1024),)))
     summed, mesh = replace(op, summed=(0,)), Mesh((("tp", 2),))
     assert op.rule is not None

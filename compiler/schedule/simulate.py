@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.schedule.dataflow import Dataflow
@@ -119,19 +120,52 @@ def simulate(
     Raises:
         PlanError: the schedule deadlocks.
     """
+    run = _run(schedule, times, transfer_s, dataflow, begins_s)
+    # Ranks that share no cores run at one speed, so that one pass in the order of waits finds all
+    # times. Beside others a rank's speed changes with what they do, event by event.
+    if machines is None:
+        run.alone()
+    else:
+        run.beside(machines)
+    return Timeline(schedule, tuple(map(tuple, run.spans)))
+
+
+def ends_s(
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    transfer_s: float | Mapping[tuple[int, int], float] = 0.0,
+) -> list[float]:
+    """The time at which each rank ends its last action: that of :func:`simulate` with the same
+    arguments, for those who ask for nothing else and ask often.
+
+    Raises:
+        PlanError: the schedule deadlocks.
+    """
+    return [own[-1] for own in _run(schedule, times, transfer_s, None, None).times_alone()[1]]
+
+
+def _run(
+    schedule: Schedule,
+    times: StageTimes | Sequence[StageTimes],
+    transfer_s: float | Mapping[tuple[int, int], float],
+    dataflow: Dataflow | None,
+    begins_s: Mapping[int, float] | None,
+) -> _Run:
+    """A run that has not begun."""
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
     if len(by_stage) < schedule.num_stages:
         raise PlanError(f"times of {len(by_stage)} stages for a schedule of {schedule.num_stages}")
-    run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow), begins_s or {})
-    order = run_order(schedule, run.waits)
-    # Ranks that share no cores run at one speed, so that one pass in the order of waits finds all
-    # times. Beside others a rank's speed changes with what they do, event by event.
-    if machines is None:
-        run.alone(order)
-    else:
-        run.beside(machines)
-    return Timeline(schedule, tuple(map(tuple, run.spans)))
+    return _Run(schedule, by_stage, transfer_s, *_execution(schedule, dataflow), begins_s or {})
+
+
+@functools.lru_cache(maxsize=8)
+def _execution(schedule: Schedule, dataflow: Dataflow) -> tuple[Waits, list[Position]]:
+    """What actions wait for, and an order in which they can run: a search of stages asks for many
+    times of one schedule after the other, and these are the same for all of them.
+    """
+    waits = waits_of(schedule, dataflow)
+    return waits, run_order(schedule, waits)
 
 
 class _Run:
@@ -143,21 +177,46 @@ class _Run:
         times: Sequence[StageTimes],
         transfer_s: float | Mapping[tuple[int, int], float],
         waits: Waits,
+        order: Sequence[Position],
         begins_s: Mapping[int, float],
     ) -> None:
-        self.schedule, self.times, self.transfer_s, self.waits = schedule, times, transfer_s, waits
-        self.begins_s = begins_s
+        self.schedule, self.times, self.transfer_s = schedule, times, transfer_s
+        self.waits, self.order, self.begins_s = waits, order, begins_s
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
-    def alone(self, order: Iterable[Position]) -> None:
+    def alone(self) -> None:
         """Run where every rank has a device for itself, so that no other rank changes how long an
         action takes.
         """
-        for rank, _ in order:
-            start = self._ready_s(rank)
-            assert start is not None, "the order has what an action waits for before it"
-            action, seconds = self._next(rank)
-            self.spans[rank].append(Span(action, start, start + seconds))
+        starts, ends = self.times_alone()
+        for rank, actions in enumerate(self.schedule.actions):
+            self.spans[rank] = list(map(Span, actions, starts[rank], ends[rank]))
+
+    def times_alone(self) -> tuple[list[list[float]], list[list[float]]]:
+        """The starts and ends of all actions, by rank, where every rank has a device for itself."""
+        actions, sent_s = self.schedule.actions, self.transfer_s
+        starts: list[list[float]] = [[] for _ in actions]
+        ends: list[list[float]] = [[] for _ in actions]
+        seconds = [{kind: times.of(kind) for kind in ActionKind} for times in self.times]
+        # This loop is most of what a search of stages takes, so it calls nothing of its own. The
+        # order has what an action waits for before it.
+        for rank, index in self.order:
+            action, own = actions[rank][index], ends[rank]
+            stage = action.stage
+            start = self.begins_s.get(stage, 0.0)
+            if own and own[-1] > start:
+                start = own[-1]
+            for other, other_index in self.waits[rank][index]:
+                there = ends[other][other_index]
+                # From another rank a message comes after it.
+                if other != rank:
+                    sender = actions[other][other_index].stage
+                    there += self._transfer_s(sender, stage) if sent_s else 0.0
+                if there > start:
+                    start = there
+            starts[rank].append(start)
+            own.append(start + seconds[stage][action.kind])
+        return starts, ends
 
     def beside(self, machines: SharedMachines) -> None:
         """Run where ranks share cores, from moment to moment. A moment is when an action ends, or

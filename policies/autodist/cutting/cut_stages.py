@@ -41,7 +41,7 @@ from shardwright.policies.autodist.stages.chain import (
     layer_pattern,
     nested_starts,
 )
-from shardwright.policies.autodist.stages.scheduled import least_step_s
+from shardwright.policies.autodist.stages.scheduled import Known, least_step_s
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import (
     InFlight,
@@ -100,9 +100,8 @@ class Cutter:
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], BlockCosts] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
-        self._waits: dict[
-            tuple[NamedSchedule, int], Chains
-        ] = {}  # by schedule and number of positions
+        # By schedule and number of positions.
+        self._waits: dict[tuple[NamedSchedule, int], tuple[Chains, Known]] = {}
 
     @functools.cached_property
     def _by_layer(self) -> tuple[list[int], dict[int, str]]:
@@ -186,7 +185,8 @@ class Cutter:
         named_schedule, count = cut_request.named_schedule, self.space.num_microbatches
         schedule = cut_request.schedule(count)
         if (key := (named_schedule, cut_request.num_positions)) not in self._waits:
-            self._waits[key] = Chains(schedule)
+            self._waits[key] = Chains(schedule), Known()
+        waits, known = self._waits[key]
         # Overlap of communication can make a step shorter than its actions are, by that share.
         config, alone = cut_request.placements[0].walk.setting.config, _alone(cut_request, count)
         share = share_despite_overlap(
@@ -209,11 +209,12 @@ class Cutter:
                 relief_s = messages.relief_by_side_s(number)
                 placements.append(Least(stage_costs, relief_s, inputs_s, alone, memory))
             bound = least_step_s(
-                self._waits[key],
+                waits,
                 placements,
                 self._num_devices(cut_request),
                 enough_s / share,
                 is_over,
+                known,
             )
             found.append(share * bound)
         return min(found)

@@ -98,7 +98,7 @@ REACH = 2
 crossed by more.
 """
 
-MAX_ACTIONS = 4096
+MAX_ACTIONS = 16384
 """Forwards that are simulated in all for one cut."""
 
 

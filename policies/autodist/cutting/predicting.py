@@ -17,7 +17,7 @@ from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
-from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.compiler.schedule.simulate import StageTimes, ends_s, simulate
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.stages.block_costs import BlockCosts
@@ -64,16 +64,19 @@ class Prediction:
             transfers[index, index + 1] = float(boundary.there_s[span])
             transfers[index + 1, index] = float(boundary.back_s[span])
         ranks = self._ranks(split)
-        line = simulate(self.schedule, times, transfers, machines=self._machines(ranks))
+        machines = self._machines(ranks)
+        if machines is None:
+            ends = ends_s(self.schedule, times, transfers)
+        else:
+            line = simulate(self.schedule, times, transfers, machines=machines)
+            ends = [spans[-1].end_s for spans in line.spans]
         # What a position does once: sums of shared parameters, and those of its own stages.
         once = self._shared_s(split, ranks)
         for index, stage in enumerate(split.stages):
             once[self.schedule.placement[index]] += float(
                 self.tables[stage.placement].once_s[stage.start, stage.stop]
             )
-        return max(
-            spans[-1].end_s + seconds for spans, seconds in zip(line.spans, once, strict=True)
-        )
+        return max(end_s + seconds for end_s, seconds in zip(ends, once, strict=True))
 
     @cached_property
     def schedule(self) -> Schedule:

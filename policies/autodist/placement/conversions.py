@@ -110,16 +110,18 @@ class _Pair:
 
     @classmethod
     def of(cls, weight: float, steps: Sequence[StepTime]) -> _Pair:
-        # From the first gather on, what comes of it is not kept for backward, but made again.
-        first = next((index for index, step in enumerate(steps) if step.gathers), len(steps))
-        return cls(
-            weight,
-            sum(step.forward_s for step in steps),
-            sum(step.backward_s for step in steps),
-            sum(step.forward_s for step in steps[first:]),
-            sum(step.regathered_s for step in kept_steps(steps)),
-            first < len(steps),
-        )
+        # One pass over the steps, as a mesh of two axes has tens of thousands of conversions. From
+        # the first gather on, what comes of it is not kept for backward, but made again.
+        forward_s = backward_s = gathered_s = 0.0
+        gathers = False
+        for step in steps:
+            gathers = gathers or step.gathers
+            forward_s += step.forward_s
+            backward_s += step.backward_s
+            if gathers:
+                gathered_s += step.forward_s
+        regathered_s = sum(step.regathered_s for step in kept_steps(steps)) if gathers else 0.0
+        return cls(weight, forward_s, backward_s, gathered_s, regathered_s, gathers)
 
     def seconds(self, kind: ValueType, *, inside: bool = False) -> float:
         """Per step. ``inside``: of a copy made where everything is computed again."""
@@ -135,7 +137,7 @@ class _Pair:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Conversions between all layouts of a universe, [from, to]. ``inside``: their seconds from a
+    """Conversions between the layouts of a universe, [from, to]. ``inside``: their seconds from a
     copy that is computed again itself, if they differ; ``gathers``: which gather something.
     """
 
@@ -168,11 +170,15 @@ class Conversions:
         """``[sources, sets]``: seconds of making all layouts of a set, for each layout the value
         may be made in.
         """
-        universe = tuple(
-            sorted({*sources, *(goal for wanted in sets for goal in wanted)}, key=self._name)
+        goals_of_all = {goal for wanted in sets for goal in wanted}
+        universe = tuple(sorted({*sources, *goals_of_all}, key=self._name))
+        # A copy is made from another one only where a reader wants both: most sets are of one
+        # layout, and most pairs of goals are never asked for.
+        several = {goal for wanted in sets if len(wanted) > 1 for goal in wanted}
+        # Seconds and weights of the pairs of these layouts, computed once.
+        table = self._table(
+            kind, universe, frozenset({*sources, *several}), frozenset(goals_of_all)
         )
-        # Seconds and weights of every pair of these layouts, computed once.
-        table = self._table(kind, universe)
         where = table.position
         # Sets of one size are priced together, as arrays.
         by_size: dict[int, list[int]] = {}
@@ -205,7 +211,8 @@ class Conversions:
         left = sorted({goal for goal in goals if goal != source}, key=self._name)
         if not left:
             return {}
-        table = self._table(kind, tuple(sorted({source, *left}, key=self._name)))
+        universe = tuple(sorted({source, *left}, key=self._name))
+        table = self._table(kind, universe, frozenset(universe), frozenset(left))
         start, ends = table.position[source], [table.position[goal] for goal in left]
         # The cheapest arborescence: from the source, or from a copy that is made anyway.
         parents = best_tree(table.weights[start, ends], table.weights[np.ix_(ends, ends)])
@@ -226,22 +233,33 @@ class Conversions:
             for step in convert(*layouts, self.mesh, differentiable=kind.differentiable)
         )
 
-    def _table(self, kind: ValueType, universe: tuple[int, ...]) -> _Table:
-        key = (kind, universe)
+    def _table(
+        self,
+        kind: ValueType,
+        universe: tuple[int, ...],
+        starts: frozenset[int],
+        goals: frozenset[int],
+    ) -> _Table:
+        """The conversions from some layouts of a universe to others of it; the rest is no
+        number.
+        """
+        key = (kind, universe, starts, goals)
         found = self._tables.get(key)
         if found is None:
             # ``[from, to]``: the weight that lowering chooses by, the seconds, and whether a weight
             # is gathered.
             size = len(universe)
             weights, seconds, gathers = (
-                np.zeros((size, size)),
-                np.zeros((size, size)),
+                np.full((size, size), np.nan),
+                np.full((size, size), np.nan),
                 np.zeros((size, size), dtype=bool),
             )
+            for known in (weights, seconds):
+                np.fill_diagonal(known, 0.0)
             inside = np.zeros((size, size)) if kind.again is Again.FROM_GATHERS else None
             for i, source in enumerate(universe):
                 for j, goal in enumerate(universe):
-                    if i != j:
+                    if i != j and source in starts and goal in goals:
                         pair = self._pair(kind, source, goal)
                         weights[i, j], seconds[i, j], gathers[i, j] = (
                             pair.weight,

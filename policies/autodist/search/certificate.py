@@ -14,15 +14,13 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Certificate
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
+from shardwright.policies.autodist.candidates.meshes import with_pp
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
 from shardwright.policies.autodist.candidates.titles import first_of
-from shardwright.policies.autodist.search.search_state import SearchState
+from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
 
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the arithmetic alone."""
-
-BOUNDS_SHARE = 0.1
-"""The most that this may take, as a share of the time limit."""
 
 
 def raise_bounds(state: SearchState) -> None:
@@ -41,18 +39,24 @@ def raise_bounds(state: SearchState) -> None:
     if result.best is None:
         return
     # Pipelines can be bounded better; of all else the bounds stay as they are.
-    waiting: list[tuple[float, CutRequest, Candidate | None]] = []
+    waiting: list[tuple[float, list[CutRequest], Candidate | None]] = []
     rest: list[float] = []
+    asked = _requests_by_pipeline(result)
     for tried in result.tried:
-        if tried.cut_request is not None and tried.plan.stages:
-            waiting.append((tried.bound_s, tried.cut_request, tried))
+        cut_requests = [] if tried.cut_request is None else [tried.cut_request]
+        # A simple policy's plan: its bound is that of the placements of the search in its place.
+        if tried.cut_request is None and tried.plan.stages:
+            cut_requests = asked.get(_pipeline(tried), [])
+        if cut_requests and tried.plan.stages:
+            waiting.append((tried.bound_s, cut_requests, tried))
         else:
             rest.append(tried.bound_s)
     for title, bound_s in result.bounds.items():
         if title in result.bounded:
-            waiting.append((bound_s, result.bounded[title], None))
+            waiting.append((bound_s, [result.bounded[title]], None))
         else:
             rest.append(bound_s)
+    state.clock.reserve(0.0)  # this is what was kept
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
     until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
@@ -63,32 +67,68 @@ def raise_bounds(state: SearchState) -> None:
 
     known: dict[tuple[object, ...], float] = {}
     # The best plan first, then the least bounds.
-    for bound_s, cut_request, candidate in sorted(
+    for bound_s, cut_requests, candidate in sorted(
         waiting, key=lambda item: (item[2] is not result.best, item[0])
     ):
         # No plan below: neither this bound nor any later one is the least.
         if bound_s >= enough_s:
             continue
-        # Requests with the same placements and schedule have one bound.
-        key = (
-            *(id(lowered.walk) for lowered in cut_request.placements),
-            cut_request.num_positions,
-            cut_request.pp_place,
-            cut_request.named_schedule,
-        )
-        if key not in known:
-            if is_over():
-                return
-            known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
+        raised_s = float("inf")
+        for cut_request in cut_requests:
+            # Requests with the same placements and schedule have one bound.
+            key = (
+                *(id(lowered.walk) for lowered in cut_request.placements),
+                cut_request.num_positions,
+                cut_request.pp_place,
+                cut_request.named_schedule,
+            )
+            if key not in known:
+                if is_over():
+                    return
+                known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
+            raised_s = min(raised_s, known[key])
         if candidate is None:
             # The bound may be that of many cuts that were never made.
-            result.bounds[cut_request.title] = max(bound_s, known[key])
-            enough_s = min(enough_s, result.bounds[cut_request.title])
+            title = cut_requests[0].title
+            result.bounds[title] = max(bound_s, raised_s)
+            enough_s = min(enough_s, result.bounds[title])
             continue
-        raised = replace(candidate, split_bound_s=max(candidate.split_bound_s, known[key]))
+        # A plan by rule that takes less than all that the search could cut in its place: the
+        # placement chosen there is not the best, and its stages say nothing of others.
+        if raised_s > candidate.step_s * (1 + 1e-9):
+            raised_s = 0.0
+        raised = replace(candidate, split_bound_s=max(candidate.split_bound_s, raised_s))
         enough_s = min(enough_s, raised.bound_s)
         result.audited = [raised if other is candidate else other for other in result.audited]
         result.others = [raised if other is candidate else other for other in result.others]
+
+
+Pipeline = tuple[tuple[int, ...], int, str, int]
+"""The sizes of the axes of a mesh, the place of the pipeline axis among them, the name of a
+schedule, and the number of stages.
+"""
+
+
+def _pipeline(candidate: Candidate) -> Pipeline:
+    """The mesh and schedule of a candidate, whatever its axes are called."""
+    plan = candidate.plan
+    sizes = tuple(size for _, size in plan.mesh.axes)
+    return sizes, plan.mesh.names.index("pp"), plan.schedule, len(plan.stages)
+
+
+def _requests_by_pipeline(result: SearchResult) -> dict[Pipeline, list[CutRequest]]:
+    """What the search has cut on each mesh for each schedule, all stages in one placement."""
+    found: dict[Pipeline, list[CutRequest]] = {}
+    tried = (candidate.cut_request for candidate in result.tried)
+    for cut_request in (*tried, *result.bounded.values()):
+        if cut_request is None or len(cut_request.placements) > 1 or cut_request.num_positions == 1:
+            continue
+        number, place = cut_request.num_positions, cut_request.pp_place
+        mesh = with_pp(cut_request.placements[0].placed.plan.mesh, number, place)
+        sizes = tuple(size for _, size in mesh.axes)
+        key = sizes, place, cut_request.named_schedule.name, cut_request.num_stages
+        found.setdefault(key, []).append(cut_request)
+    return found
 
 
 def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:

@@ -20,7 +20,7 @@ from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Auditor, least_of
-from shardwright.policies.autodist.search.search_state import AUDIT, SearchState
+from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
     Rules,
@@ -112,8 +112,9 @@ class SimplePolicies:
         return None if best is None else self._tried.get(best.title)
 
     def end_reserve(self) -> None:
-        """Keep nothing of the limit any more."""
-        self.clock.reserve(0.0)
+        """Keep nothing of the limit for them any more, and a little for the bounds of pipelines."""
+        is_cut = any(candidate.plan.stages for candidate in self.result.tried)
+        self.clock.reserve(BOUNDS_SHARE if is_cut else 0.0)
 
     def run(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
         """Audit the plans of the simple policies that may beat the best one, the most likely first.

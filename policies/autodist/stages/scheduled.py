@@ -25,6 +25,11 @@ prices: of a stage then counts the convex hull of what its blocks can save for s
 that knapsack lets it begin. What a position holds is taken at the moments at which its stages have
 all gradients (``held_together``, in any case).
 
+**What is known.** An average of chains with its prices says something of every placement, not only
+of the one that it was found for. Meshes that differ little have nearly the same best average. So a
+game begins with those of the games before it on the same schedule (:class:`Known`), and is often
+over at once.
+
 Between this bound and the best split lies what an average of splits takes less than each of them
 (blocks do not come in fractions), and messages, which count nothing.
 """
@@ -69,7 +74,7 @@ half as many rounds as before.
 @dataclass
 class _Game:
     """The chains and the splits so far, as paths too, and in which shares they are ``mixed``.
-    ``moments``: that must fit.
+    ``moments``: that must fit. ``counted``: the chains in the latest average.
     """
 
     moments: list[Array]
@@ -77,6 +82,7 @@ class _Game:
     splits: list[Array] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     mixed: Array = field(default_factory=lambda: np.zeros(0))
+    counted: list[Array] = field(default_factory=list)
 
     def add(self, path: Path, split: Array) -> None:
         """A split, of which the average has nothing yet, if it is not the only one."""
@@ -141,11 +147,33 @@ class _Game:
         weights = np.maximum([solver.dual_value(row) for row in waits], 0.0)
         prices = scale * np.maximum([solver.dual_value(row) for row in limits], 0.0) / weights.sum()
         counts = np.tensordot(weights / weights.sum(), np.array(self.chains), axes=1)
+        self.counted = [
+            chain for chain, weight in zip(self.chains, weights, strict=True) if weight > 0
+        ]
         if len(prices):
             counts = counts + np.tensordot(prices, np.array(self.moments), axes=1)
         mixed = np.maximum([solver.value(share) for share in shares], 0.0)
         self.mixed = mixed / mixed.sum()
         return counts, float(prices.sum()), solver.value(over) <= OVER
+
+
+MOST_KNOWN = 6
+"""How many of the latest averages are kept for later games."""
+
+
+@dataclass
+class Known:
+    """What games on one schedule have found. ``averages``: of chains, with the prices of memory in
+    them, and these prices together, the latest last; ``chains``: those in the latest.
+    """
+
+    averages: list[tuple[Array, float]] = field(default_factory=list)
+    chains: list[Array] = field(default_factory=list)
+
+    def add(self, average: Array, prices: float, chains: Sequence[Array]) -> None:
+        """Keep an average that has said the most of a placement."""
+        self.averages = [*self.averages, (average, prices)][-MOST_KNOWN:]
+        self.chains = list(chains)
 
 
 def least_step_s(
@@ -154,10 +182,11 @@ def least_step_s(
     num_devices: int,
     enough_s: float,
     is_over: Callable[[], bool] = lambda: False,
+    known: Known | None = None,
 ) -> float:
     """Seconds that no split takes less than whose stages have some of the placements and take so
     many devices; infinite if none fits. No better bound is looked for than ``enough_s``, or once
-    time is over.
+    time is over. ``known``: of earlier games on the same schedule; this one is added.
     """
     splits = Splits(placements, num_devices, chains.num_stages)
     counts = np.ones((chains.num_stages, NUM_PARTS))
@@ -167,6 +196,16 @@ def least_step_s(
         return float("inf")
     game, bound = _Game(chains.moments), 0.0
     game.add(paths.best, splits.amounts(paths.best, counts))
+    # What is known of other placements holds for these, too.
+    best: tuple[Array, float, list[Array]] | None = None
+    for counts, prices in reversed(known.averages if known else ()):
+        paths = splits.priced(counts)
+        if paths.least_s - prices > bound:
+            bound, best = paths.least_s - prices, (counts, prices, [])
+        if bound >= enough_s:
+            return bound
+        game.add(paths.best, splits.amounts(paths.best, counts))
+    game.chains += known.chains if known else []
     least, fits = float("inf"), not chains.moments  # of the averages that fit, the longest chain
     pause, left = 1, 1  # rounds between those that leave out stages, and until the next
     most_s = float("inf")  # of splits that take less, none is left out
@@ -174,8 +213,25 @@ def least_step_s(
         found = chains.longest(game.average())
         if fits:
             least = min(least, max(length for length, _ in found))
-        if least <= bound * (1 + NEAR) or is_over():
+        if is_over():
             break
+        if least <= bound * (1 + NEAR):
+            # No average says more of these splits. Of fewer it may: those that could still be
+            # below what is enough.
+            if best is None or enough_s == float("inf"):
+                break
+            counts, prices, _ = best
+            most_s = enough_s
+            splits.leave_out(splits.priced(counts), enough_s * (1 + OVER) + prices)
+            if not game.keep(splits):
+                break  # the average of splits has lost none, and takes as long as before
+            least, fits = float("inf"), not chains.moments
+            paths = splits.priced(counts)
+            bound = max(bound, paths.least_s - prices)
+            if bound >= enough_s:
+                break
+            game.add(paths.best, splits.amounts(paths.best, counts))
+            continue
         longest = sorted(found, key=lambda item: -item[0])[:ADDED]
         game.chains += [counts for _, counts in longest]
         solved = game.solve()
@@ -183,7 +239,8 @@ def least_step_s(
             break
         counts, prices, fits = solved
         paths = splits.priced(counts)
-        bound = max(bound, paths.least_s - prices)
+        if paths.least_s - prices > bound:
+            bound, best = paths.least_s - prices, (counts, prices, game.counted)
         if bound >= enough_s:
             break
         left -= 1
@@ -196,4 +253,6 @@ def least_step_s(
             if game.keep(splits):
                 least, fits = float("inf"), not chains.moments
         game.add(paths.best, splits.amounts(paths.best, counts))
+    if known is not None and best is not None and best[2]:
+        known.add(*best)
     return min(bound, most_s)

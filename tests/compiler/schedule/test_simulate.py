@@ -11,7 +11,7 @@ from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.live_microbatches import held_together, peak_in_flight
 from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.shared_cores import SharedMachines, Sharing
-from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
+from shardwright.compiler.schedule.simulate import StageTimes, Timeline, ends_s, simulate
 
 
 def rows(timeline: Timeline) -> list[str]:
@@ -183,3 +183,12 @@ def test_shared_cores_do_all_work_and_no_more_at_a_time(rng: Random) -> None:
             assert span.end_s - span.start_s <= seconds * (1 + 1e-9)
     if num_cores == num_ranks:
         assert timeline.makespan_s == pytest.approx(alone.makespan_s)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb_v", 2), ("1f1b_interleaved", 3)])
+def test_ends_are_those_of_the_timeline(name: str, chunks: int) -> None:
+    schedule = generate(name, 3, 6, chunks)
+    times = [StageTimes(1 + 0.1 * stage, 2.0, 0.7) for stage in range(schedule.num_stages)]
+    transfer_s = {(stage, stage + 1): 0.3 for stage in range(schedule.num_stages - 1)}
+    line = simulate(schedule, times, transfer_s)
+    assert ends_s(schedule, times, transfer_s) == [spans[-1].end_s for spans in line.spans]

@@ -41,8 +41,9 @@ from shardwright.policies.autodist.cutting import cut_stages as cutting
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
-from shardwright.policies.autodist.search.certificate import certificate
+from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
 from shardwright.policies.autodist.search.search import Search
+from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
@@ -596,6 +597,26 @@ def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch
     for candidate in raised.tried:
         assert candidate.bound_s <= candidate.step_s * (1 + 1e-9)
     assert [c.plan for c in raised.tried] == [c.plan for c in first.tried]
+
+
+def test_a_simple_plan_is_bounded_by_what_the_search_cut_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mesh and schedule are the same. A plan that takes less than that is left as it is, as
+    another placement is better there.
+    """
+    states: list[SearchState] = []
+    monkeypatch.setattr(outer_search, "raise_bounds", states.append)
+    found = search(schedules=("1f1b", "zb_v"), num_positions=2)
+    own = found.best
+    assert own is not None and own.cost is not None and found.bound_s == own.split_bound_s
+    simple = replace(own, cut_request=None, is_simple=True, split_bound_s=0.0, title="simple")
+    faster = replace(simple, cost=None, predicted_s=own.split_bound_s / 2, title="faster")
+    found.audited, found.others = [simple, own], [*found.others, faster]
+    raise_bounds(states[0])
+    split_bounds_s = {candidate.title: candidate.split_bound_s for candidate in found.tried}
+    assert own.split_bound_s < split_bounds_s["simple"] <= own.step_s
+    assert split_bounds_s["faster"] == 0.0
 
 
 def test_bounds_are_raised_no_further_than_what_cannot_be_raised(

@@ -16,7 +16,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.scheduled import least_step_s
+from shardwright.policies.autodist.stages.scheduled import Known, least_step_s
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 from shardwright.policies.autodist.stages.stage_minima import Least
 
@@ -168,9 +168,10 @@ def bound_of(
     inputs_s: list[float],
     memory: float,
     enough_s: float = float("inf"),
+    known: Known | None = None,
 ) -> float:
     placed = least(order, blocks, inputs_s, memory)
-    return least_step_s(Chains(order), [placed], order.num_stages, enough_s)
+    return least_step_s(Chains(order), [placed], order.num_stages, enough_s, known=known)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -202,8 +203,23 @@ def test_no_split_on_a_schedule_is_below_its_bound(
                 1.2 * best,
             ):
                 assert bound_of(order, blocks, inputs_s, memory, enough_s) <= best * (1 + 1e-9)
+            # What was found for other blocks, and another memory, holds here, too.
+            known, others = Known(), [random_block(rng) for _ in blocks]
+            bound_of(order, others, inputs_s, 2 * memory, known=known)
+            assert bound_of(order, blocks, inputs_s, memory, known=known) <= best * (1 + 1e-9)
             bounded += 1
     assert bounded
+
+
+def test_a_bound_is_at_once_what_was_known_of_a_placement_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, known = generate("zb_v", 4, 16, 2), Known()
+    inputs_s = [1.0] * 32
+    first = bound_of(order, [Block(1.0, 2.0)] * 32, inputs_s, float("inf"), known=known)
+    monkeypatch.setattr(Chains, "longest", None)  # no chain is looked for any more
+    alike = [Block(1.0, 2.001)] * 32
+    assert bound_of(order, alike, inputs_s, float("inf"), 0.999 * first, known) >= 0.999 * first
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -22,11 +22,18 @@ from dataclasses import dataclass
 from itertools import product
 
 from shardwright.compiler.cost.local_calls import estimated_size
+from shardwright.compiler.cost.time.arithmetic import PRODUCTS
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.ops.seen_keys import grows
-from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
+from shardwright.compiler.ops.strategy import (
+    Strategy,
+    exchange_strategy,
+    has_factor,
+    placements,
+    split_factor,
+)
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.expert_axes import exchange_of, runs_experts
 from shardwright.policies.labels import label, num_bytes
@@ -213,6 +220,7 @@ def _split_body(
     sequence, heads, masks = sequence_classes(graph, named), heads_of(graph), positional(graph)
     splits: dict[str, Strategy] = {}
     free: dict[str, Strategy] = {}
+    is_served = False  # whether some attention is computed as the axis' mode says
     for op in graph.ops:
         assert op.rule is not None
         # What outer axes have cut already: an axis within them has fewer heads left.
@@ -230,11 +238,13 @@ def _split_body(
             if mode == "ulysses":
                 factor = heads_factor(op, graph, heads, axis.size, cut)
                 split = f"split:{factor}" if factor else None
+                is_served = is_served or factor is not None
                 # What is computed from positions alone, as a mask is, has no heads.
                 if split is None and op.name not in masks:
                     raise _no_heads(op, graph, heads, axis, cut)
             elif mode == "ring" and op.target in (*ATTENTION, "softmax"):
                 split = _ring(op)
+                is_served = True
         # Everything but attention treats positions one by one, or says so by its edges.
         split = split or position_split(op, graph, sequence, axis.size, cut)
         if split is not None and not builder.allows(op, axis.name, split):
@@ -249,6 +259,8 @@ def _split_body(
             free[op.name] = split
         else:
             splits[op.name] = split
+    if axis.mode in MODES[2:] and not is_served:
+        _check_that_nothing_attends(graph, axis.mode, sequence)
     repeated = _repeated_heads(builder, graph, axis, splits, free, heads)
     splits |= repeated
     free = {name: split for name, split in free.items() if name not in repeated}
@@ -319,6 +331,28 @@ def _ring(op: IROp) -> Strategy:
             hint="cp_mode 'gather' or 'ulysses'",
         )
     return exchange_strategy(found.pair)
+
+
+def _check_that_nothing_attends(graph: IRGraph, mode: str, sequence: set[int]) -> None:
+    """Raise :class:`PlanError` if some product sums over positions, as attention does that has no
+    softmax.
+    """
+    assert graph.dims is not None
+    for op in graph.ops:
+        if op.target not in PRODUCTS or not any(value.takes_gradient for value in op.results):
+            continue
+        assert op.rule is not None
+        for factor in op.rule.factors:
+            is_position = graph.dims.factors.get((op.name, factor.name)) in sequence
+            if is_position and not has_factor(op.rule.results[0], factor.name):
+                raise PlanError(
+                    f"cp_mode {mode!r} finds no attention, and {op.name} ({op.target}) sums over "
+                    "positions",
+                    where=op.place,
+                    why="attention is known by the softmax between two products: a ring merges what "
+                    "it gives, and heads are told by its queries",
+                    hint="cp_mode 'gather'",
+                )
 
 
 def _no_heads(

@@ -569,6 +569,30 @@ def test_what_has_no_ring_is_gathered_unless_a_ring_is_asked_for(tmp_path: Path)
         plans.compile_with(plans.traced(model, inputs), "cp", 2, pas_config={"cp_mode": "ring"})
 
 
+class WithoutSoftmax(nn.Module):
+    """Attention ``(q @ k.T) @ v``, or with its products the other way round."""
+
+    def __init__(self, is_linear: bool) -> None:
+        super().__init__()
+        self.is_linear, self.qkv = is_linear, nn.Embedding(32, 48)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(ids).view(*ids.shape, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        keys = k.transpose(-1, -2)
+        return (q @ (keys @ v) if self.is_linear else (q @ keys) @ v).square().sum()
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_attention_without_softmax_is_gathered_or_refused(is_linear: bool, tmp_path: Path) -> None:
+    model = WithoutSoftmax(is_linear).double()
+    inputs = {"ids": torch.randint(32, (2, 7))}
+    plans.check_policy(model, inputs, "cp", 2, tmp_path)
+    for mode in ("ring", "ulysses"):
+        options = {"cp_mode": mode}
+        with pytest.raises(PlanError, match=f"'{mode}' finds no attention, and .* sums over pos"):
+            plans.compile_with(plans.traced(model, inputs), "cp", 2, pas_config=options)
+
+
 REFUSED = [
     ("llama", "cp", 16, {}, PlanError, "cannot split a sequence of 8 over 16 ranks"),
     ("llama", "cp", 4, {"cp_mode": "ulysses"}, PlanError, "the heads are 2 x 2, and every rank"),

@@ -349,8 +349,8 @@ def _check_that_nothing_attends(graph: IRGraph, mode: str, sequence: set[int]) -
                     f"cp_mode {mode!r} finds no attention, and {op.name} ({op.target}) sums over "
                     "positions",
                     where=op.place,
-                    why="attention is known by the softmax between two products: a ring merges what "
-                    "it gives, and heads are told by its queries",
+                    why="attention is known by the softmax between two products: a ring merges "
+                    "what it gives, and heads are told by its queries",
                     hint="cp_mode 'gather'",
                 )
 

@@ -14,8 +14,18 @@ from typing import Any, NoReturn
 from shardwright.runtime.errors import UsageError
 
 
+class LeftOutError(UsageError, AttributeError):
+    """A use of an output that a training step left out.
+
+    It is an ``AttributeError`` too: ``hasattr(output, "name")`` is false, so code that walks
+    through results, and asks what each of them is, passes it by.
+    """
+
+
 class LeftOut:
-    """An output that this call did not make whole. Every use of it raises :class:`UsageError`."""
+    """An output that this call did not make whole. Every use of it raises
+    :class:`LeftOutError`, which is a :class:`UsageError`.
+    """
 
     __slots__ = ("_owner", "_path")
 
@@ -26,7 +36,7 @@ class LeftOut:
         return f"LeftOut({self._path!r})"
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
-        raise UsageError(
+        raise LeftOutError(
             f"{self._owner} leaves the output {self._path!r} out of training steps",
             why="it is trained with its loss, and every step would send the other outputs to all "
             "ranks",

@@ -36,7 +36,7 @@ from shardwright.runtime.module.weights import WeightFiles
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import World
-from shardwright.runtime.training.clipping import PART, PartOfModel
+from shardwright.runtime.training.clipping import PART, PartOfModel, note_part
 from shardwright.runtime.training.gradnorm import counts_here
 
 
@@ -205,6 +205,8 @@ class DeclaredModule(CompiledModule):
                         PART,
                         PartOfModel(type(self).__name__, declaration.name, needs_sum),
                     )
+        if self.ranks.world.size > 1:
+            note_part(self)
         self._are_replaced = False
         if self.reducer is not None and self.reducer.is_attached:
             check_reduced(self, self.reducer)

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from shardwright.runtime.errors import UsageError
@@ -53,6 +54,16 @@ def watch_clipping() -> None:
             cell = _cell_of(name)
             if cell.cell_contents is _ORIGINALS[name]:
                 cell.cell_contents = functools.wraps(_ORIGINALS[name])(function)
+
+
+def note_part(module: nn.Module) -> None:
+    """Remember ``module``, whose parameters are each a :class:`PartOfModel`, while it lives.
+
+    A gradient says nothing of the parameter that it belongs to. Where no optimizer of ours looks
+    after the gradients of ``module``, this is how :func:`torch.nn.utils.get_total_norm` knows them.
+    """
+    with _lock:
+        _parts.add(module)
 
 
 def clip_by_norm(
@@ -106,7 +117,7 @@ def _by_parameters(tensors: list[Tensor]) -> list[Found]:
     for tensor in tensors:
         gradients = gradients_of(tensor)
         if gradients is None and tensor.requires_grad and hasattr(tensor, PART):
-            _refuse_unsummed(getattr(tensor, PART).owner)
+            _refuse_unsummed(getattr(tensor, PART).owner, "clipped")
         found.append(None if gradients is None else (gradients, gradients.name_of(tensor)))
     return found
 
@@ -119,6 +130,7 @@ def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     ):
         _refuse_scattered()
     names = [(item, item.names_of_gradients()) for item in live]
+    unsummed = _owners_of_unsummed()
     found: list[Found] = []
     for tensor in tensors:
         if tensor is None:  # [p.grad for p in parameters], where a rank's p.grad is no tensor
@@ -133,8 +145,29 @@ def _by_gradients(tensors: list[Tensor]) -> list[Found]:
         owners = [(item, known[place]) for item, known in names if place in known]
         if owners and not owners[0][0].leaves_gradients:
             _refuse_scattered()
+        if not owners and place in unsummed:
+            _refuse_unsummed(unsummed[place], "measured")
         found.append(owners[0] if owners else None)
     return found
+
+
+def _owners_of_unsummed() -> dict[tuple[int, int], str]:
+    """The class of the module of each gradient that is there now and that no optimizer of ours
+    sums, by its place in memory and its number of elements.
+    """
+    with _lock:
+        parts = list(_parts)
+    owners = {}
+    for module in parts:
+        for scope in module.modules():
+            # Not parameters(): that waits for those that an optimizer still gathers.
+            for parameter in scope._parameters.values():
+                if parameter is None or not hasattr(parameter, PART):
+                    continue
+                grad = parameter.grad
+                if grad is not None and grad.numel() and gradients_of(parameter) is None:
+                    owners[memory_of(grad)] = getattr(parameter, PART).owner
+    return owners
 
 
 def _clip_grad_norm_(
@@ -194,9 +227,9 @@ def _total(
     return norm
 
 
-def _refuse_unsummed(owner: str) -> None:
+def _refuse_unsummed(owner: str, done: str) -> None:
     raise UsageError(
-        f"gradients of {owner} were to be clipped, and nobody sums them over the ranks",
+        f"gradients of {owner} were to be {done}, and nobody sums them over the ranks",
         why="each rank has a piece or a summand of a gradient, and no optimizer was made by "
         "build_optimizer, which sums them",
         hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) before "
@@ -257,4 +290,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     name: _cell_of(name).cell_contents for name in _FUNCTIONS
 }
+_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.Lock()

@@ -64,3 +64,4 @@ def test_what_is_no_use_is_let_pass() -> None:
     assert structure.map_leaves(result, lambda path, leaf: leaf).logits is LOGITS
     assert copy.copy(result)["loss"] is result.loss
     assert not hasattr(LOGITS, "__array_interface__")
+    assert not hasattr(LOGITS, "name") and getattr(LOGITS, "shape", None) is None

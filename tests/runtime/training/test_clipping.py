@@ -236,6 +236,15 @@ def test_without_an_optimizer_it_is_refused(tmp_path, is_copy):
     )
 
 
+def test_norms_without_an_optimizer_are_refused(tmp_path):
+    def act(module, optimizer):
+        get_total_norm([p.grad for p in module.parameters()])
+
+    assert refused(tmp_path, act, alone=True).startswith(
+        "gradients of MLP were to be measured, and nobody sums them over the ranks\n"
+    )
+
+
 @pytest.mark.parametrize("are_none_left_out", [False, True])
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_norms_of_scattered_gradients_are_refused(tmp_path, is_synced, are_none_left_out):

@@ -10,9 +10,9 @@ counted, everything from the traced graph to the plan is. Without ``--search`` a
 mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
 ``--three-axes``: of eight layers, the meshes of up to three axes instead, or the search with
 ``max_axes=3`` beside that with 2.
-``--short``: whole searches with limits of a few seconds, each in a process of its own. Their limits
-are counted in CPU seconds of that process, too, so that what else runs on the machine changes
-little. Some cases may be named, as ``32-8-2``.
+``--short``: whole searches, most with limits of a few seconds, each in a process of its own. Their
+limits are counted in CPU seconds of that process, too, so that what else runs on the machine
+changes little. Some cases may be named, as ``32-8-2``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ THREE_AXES_SEARCHES = ((8, 8, 2), (8, 8, 3))
 SHORT = (
     *itertools.product((2, 8, 32), (8, 64), (2.0, 5.0, 10.0)),
     *((layers, 64, 20.0) for layers in (8, 32)),
+    (32, 64, 120.0),
 )
 """Layers, ranks of a unit, and the limit."""
 

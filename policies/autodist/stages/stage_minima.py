@@ -77,7 +77,10 @@ class Least:
             + self._more(stage, inputs, weights) * self.input_s
         )
         first_s, first_saved = self.first[stage]
-        time_s, saved = (ranges(amounts) for amounts in self._best(inputs, kept))
+        # Blocks of fine chains are never computed again: there is nothing to sum.
+        time_s, saved = np.zeros(()), np.zeros(())
+        if self._again_s.shape[1] > 1:
+            time_s, saved = (ranges(amounts) for amounts in self._best(inputs, kept))
         again = inputs * (self.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
             saved, first_saved
         )

@@ -43,7 +43,7 @@ from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.search_state import SearchState
+from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
@@ -623,7 +623,7 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bounds raised are that of the best plan, which is looked at first, and the least
-    bound; in a tenth of the limit.
+    bound; in the share of the limit that is kept for them.
     """
     asked: list[tuple[str, bool, bool]] = []
 
@@ -638,7 +638,7 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
 
     def no_better(self: object, cut_request: Any, enough_s: float, is_over: Any) -> float:
         begins = is_over()
-        clock.passed_s += 1.0
+        clock.passed_s += BOUNDS_SHARE * clock.limit_s
         asked.append((cut_request.title, begins, is_over()))
         return 0.0
 

@@ -60,7 +60,11 @@ def test_rows_are_read(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("single_node 1", {"pp": 1, "tp": 2, "gpus": 4, "batch": 8}),
+        pytest.param(
+            "single_node 1",
+            {"pp": 1, "tp": 2, "gpus": 4, "batch": 8},
+            marks=pytest.mark.slow,
+        ),
         ("757", {"pp": 2, "tp": 2, "gpus": 8, "batch": 8}),
         ("495", {}),
     ],

@@ -30,7 +30,9 @@ MODELS = [
     "encoder-decoder",
     "unet",
 ]
-PLANS_PER_TEST = 8
+NUM_PLANS = 40
+QUICK = (1, 2, 3, 4, 7)
+"""Seeds of the default tests: the models that are traced and run in a second or two."""
 
 
 @functools.cache
@@ -62,11 +64,14 @@ def quiet():
 
 
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 5))]
+    "seed",
+    [
+        pytest.param(seed, marks=[] if seed in QUICK else [pytest.mark.slow])
+        for seed in range(NUM_PLANS)
+    ],
 )
-def test_random_plans(block: int, tmp_path: Path) -> None:
-    for seed in range(block * PLANS_PER_TEST, (block + 1) * PLANS_PER_TEST):
-        check_random_plan(MODELS[seed % len(MODELS)], seed, tmp_path)
+def test_random_plans(seed: int, tmp_path: Path) -> None:
+    check_random_plan(MODELS[seed % len(MODELS)], seed, tmp_path)
 
 
 @pytest.mark.slow

@@ -9,23 +9,23 @@ import shardwright
 
 
 @pytest.mark.parametrize(
-    "zero",
+    ("tp", "zero"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"use_zero": 2, "reducer_bucket_cap_mb": 4e-4}, marks=pytest.mark.slow),
-        pytest.param({"use_zero": 1, "zero_ngroups": 2}, marks=pytest.mark.slow),
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"use_zero": 2, "reducer_bucket_cap_mb": 4e-4}, marks=pytest.mark.slow),
+        pytest.param(2, {"use_zero": 1, "zero_ngroups": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_two_units_of_two_processes(tmp_path, zero):
+def test_two_units_of_processes(tmp_path, tp, zero):
     """Save in the background, train on, load into fresh modules, train on: the same numbers; and
     deduped state in memory.
     """
-    files = write_files(
-        tmp_path / "files", make_model(), 1, 2, {"plan_ngpus": 2, "runtime_ngpus": 4, **zero}
-    )
-    results = run_processes(4, "checkpoint_jobs:save_and_resume", str(files), str(tmp_path / "run"))
-    assert results == [{"resumed": True, "deduped": True}] * 4
+    config = {"plan_ngpus": tp, "runtime_ngpus": 2 * tp, **zero}
+    files, run = write_files(tmp_path / "files", make_model(), 1, tp, config), tmp_path / "run"
+    results = run_processes(2 * tp, "checkpoint_jobs:save_and_resume", str(files), str(run))
+    assert results == [{"resumed": True, "deduped": True}] * (2 * tp)
     whole = shardwright.read_checkpoint(tmp_path / "run")
     model = make_model(seed=1)
     model.load_state_dict(whole.module)

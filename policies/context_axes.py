@@ -323,12 +323,17 @@ def _ring(op: IROp) -> Strategy:
             "those of one dim"
         )
         if op.target not in ATTENTION:
-            why = "this is attention written out, in operators of which each needs all keys"
+            why = (
+                "this is attention written out, in operators of which each needs all keys, and in "
+                "no form that is known here: softmax(query @ key.T * scale + bias), some scores "
+                "filled with minus infinity or torch.finfo(dtype).min, and times value"
+            )
         raise PlanError(
             f"cp_mode 'ring' has no ring for {op.name} ({op.target})",
             where=op.place,
             why=why,
-            hint="cp_mode 'gather' or 'ulysses'",
+            hint="torch.nn.functional.scaled_dot_product_attention in its place, or cp_mode "
+            "'gather' or 'ulysses'",
         )
     return exchange_strategy(found.pair)
 

@@ -32,9 +32,9 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
 from shardwright.compiler.passes.attention_spelling import Spelled, spelled, unused
-from shardwright.compiler.passes.hiding_bias import masks_of_keys
+from shardwright.compiler.passes.hiding_bias import hides_nothing, masks_of_keys
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
-from shardwright.compiler.passes.written_out import Bias, Chain, Products
+from shardwright.compiler.passes.written_out import Bias, Chain, Products, broadcast
 
 _LEAST = -1e30
 """What is added to a score that does not count: this or less."""
@@ -250,8 +250,13 @@ class _Finder:
         products, bias = found
         query, key = products.query, products.key
         lengths = query.shape[-2], key.shape[-2]
-        if not _are_plain(query, key, value) or (mask is not None and bias is not None):
+        if not _are_plain(query, key, value):
             return None
+        if mask is not None and bias is not None:
+            is_plain = products.cap is None and sinks is None
+            others = {"scale": products.scale, "dropout_p": rate}
+            made = self._grouped(op, query, key, value, others) if is_plain else None
+            return made and self._with_hidden_bias(made, mask, bias, hides)
         hidden = mask
         if bias is not None:
             hidden, _ = self._of_added(bias.value) or (None, 0.0)
@@ -286,15 +291,53 @@ class _Finder:
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
         return self._with_sums(made, bias)
 
+    def _with_hidden_bias(
+        self, made: IROp, mask: IRValue, bias: Bias, hides: float
+    ) -> IROp | None:
+        """Attention to scores to which a bias is added, and of which some are then filled with a
+        number; ``None`` where a query may see no key. What is added is the bias, or that number.
+        """
+        query, key = made.operands[:2]
+        lengths = query.shape[-2], key.shape[-2]
+        marks = self._reader.of(mask, lengths)
+        if marks is None or not marks.all_see:
+            return None
+        # Scores that a wider bias made wider are not torch's.
+        if torch.promote_types(bias.value.dtype, query.dtype) != query.dtype:
+            return None
+        if not hides_nothing(self._reader, self._terms(bias), lengths):
+            return None
+        new: list[IROp] = []
+
+        def make(target: str, tensors: tuple[IRValue, ...], others: dict[str, Arg]) -> IRValue:
+            name = unused(f"{made.name}_bias", self._taken)
+            shape = broadcast([x.shape for x in tensors])
+            value = replace(bias.value, name=name, shape=shape, dtype=query.dtype)
+            value = replace(value, kind=ValueKind.ACTIVATION, fqn=None)
+            op = self._made(made, target, tensors, others)
+            new.append(replace(op, name=name, results=(value,)))
+            return value
+
+        added = bias.value
+        if added.dtype != query.dtype:
+            added = make("to", (added,), {"dtype": query.dtype})
+        added = make("where", (mask, added), {"other": hides})
+        self.before[made.name] = tuple(new)
+        return self._with_sums(made.with_args(attn_mask=added), bias)
+
+    @staticmethod
+    def _terms(bias: Bias) -> list[IRValue]:
+        """All that a bias adds, without its sums."""
+        terms = [bias.value, *(value for op in bias.sums for value in op.operands)]
+        made = {result.name for op in bias.sums for result in op.results}
+        # Sums are new, and known by what they add.
+        return [value for value in terms if value.name not in made]
+
     def _keeps_keys(self, bias: Bias, lengths: tuple[Size, Size]) -> bool:
         """Whether a bias leaves each query a key. If it does as long as samples have keys, that is
         checked from here on.
         """
-        terms = [bias.value, *(value for op in bias.sums for value in op.operands)]
-        made = {result.name for op in bias.sums for result in op.results}
-        # Sums are new, and known by what they add.
-        added = [value for value in terms if value.name not in made]
-        choices = masks_of_keys(self._reader, added, lengths)
+        choices = masks_of_keys(self._reader, self._terms(bias), lengths)
         for choice in choices or ():
             self.checked.setdefault(choice.name, self._checked(choice))
         return choices is not None

@@ -7,6 +7,7 @@ Softmax written out is exact there. So attention is left as it is written, unles
 known to keep a key:
 
     position_bias                                    known: a parameter, looked up
+    slopes * (j - i)                                 known: slopes of heads, times positions
     where(j <= i, 0, -1e30)                          known: a query sees itself
     where(padding, 0, -1e30)                         known, if a sample has a key at all
     where(j <= i, 0, -1e30) + (1 - mask) * -1e30     not known
@@ -34,7 +35,7 @@ _KEEPING = frozenset(("unsqueeze", "expand", "to", "contiguous"))
 
 _BOUNDED = frozenset(
     ("view", "reshape", "squeeze", "getitem", "permute", "transpose", "flatten", "index_select")
-    + ("repeat_interleave", "flip", "cat", "stack", "sub", "mul", "neg", "abs", "pow")
+    + ("repeat_interleave", "flip", "cat", "stack", "sub", "mul", "div", "neg", "abs", "pow")
     + ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "zeros_like", "ones_like")
 )
 """Operators whose results are of the size of their operands and numbers."""
@@ -70,6 +71,14 @@ def masks_of_keys(
     return None if hides is Hides.PERHAPS_ALL else tuple(reading.choices)
 
 
+def hides_nothing(
+    reader: MaskReader, added: Iterable[IRValue], lengths: tuple[Size, Size]
+) -> bool:
+    """Whether all of these are known to hide no key of any query."""
+    reading = _Reading(reader, lengths)
+    return not any(reading.of(value) for value in added)
+
+
 def _together(summands: Iterable[Hides]) -> Hides:
     """What a sum hides."""
     hiding = [one for one in summands if one]
@@ -91,6 +100,8 @@ class _Reading:
             return Hides.NONE if is_small else Hides.PERHAPS_ALL
         if not added.dtype.is_floating_point or added.kind is ValueKind.PARAMETER:
             return Hides.NONE
+        if added.kind is ValueKind.BUFFER and _is_of_heads(added, self._lengths):
+            return Hides.NONE
         tensor = self._constants.get(added.name)
         number = self._reader.number(added) if tensor is None else _largest(tensor)
         if number is not None:
@@ -108,9 +119,18 @@ class _Reading:
         found = [self.of(operand) for operand in op.operands]
         if op.target == "add":
             return _together(found)
+        if op.target == "div" and not self._is_divided_by_much(op):
+            return Hides.PERHAPS_ALL
         numbers = [self.of(arg) for _, arg in op.args if isinstance(arg, int | float)]
         is_bounded = op.target in _BOUNDED and not any([*found, *numbers])
         return Hides.NONE if is_bounded else Hides.PERHAPS_ALL
+
+    def _is_divided_by_much(self, op: IROp) -> bool:
+        """Whether a divisor is no small number: a power is none, nor is ``sqrt(64)``."""
+        divisor = op.arg("other")
+        if isinstance(divisor, IRValue):
+            return self._reader.made_by(divisor, "pow") is not None
+        return isinstance(divisor, int | float) and abs(divisor) > 1 / _LARGE
 
     def _of_choice(self, op: IROp) -> Hides:
         """``where(mask, kept, other)``."""
@@ -145,6 +165,14 @@ class _Reading:
 def _is_of_keys(mark: Arg) -> bool:
     """Whether a mark, or a mask, is one for all queries."""
     return not isinstance(mark, IRValue) or mark.ndim < 2 or mark.shape[-2] == 1
+
+
+def _is_of_heads(buffer: IRValue, lengths: tuple[Size, Size]) -> bool:
+    """Whether a buffer has neither queries nor keys, as slopes of heads have not. (A single number
+    may be one that hides.)
+    """
+    sizes = set(buffer.shape) - {1}
+    return bool(sizes) and not sizes & set(lengths)
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -269,6 +269,13 @@ class MaskReader:
         is_same = is_same and operand.shape == value.shape[-2:]
         if operand.dtype == torch.bool and (op.target in _PASSED_ON or is_same):
             return self._collect(operand, found, bands, denied=denied)
+        chosen = self.made_by(operand, "where") if op.target == "to" else None
+        if chosen is not None:
+            # Of ``where(seen, 0, least)`` as booleans, and the like.
+            kept, other = (self.number(chosen.arg(name)) for name in ("input", "other"))
+            if kept is not None and other is not None and (kept == 0) != (other == 0):
+                seen = chosen.arg("condition")
+                return self._collect(seen, found, bands, denied=denied != (kept == 0))
         atom = self._comparison(op, denied)
         if atom is not None:
             found.append(atom)

@@ -151,7 +151,7 @@ def _plus(bias: Bias | None, other: IRValue, added: IROp) -> Bias:
     (result,) = added.results
     total = replace(
         result,
-        shape=_broadcast([x.shape for x in terms]),
+        shape=broadcast([x.shape for x in terms]),
         requires_grad=any(x.requires_grad for x in terms),
         takes_gradient=any(x.takes_gradient for x in terms),
     )
@@ -159,7 +159,8 @@ def _plus(bias: Bias | None, other: IRValue, added: IROp) -> Bias:
     return Bias(total, (*bias.sums, sum_of_both))
 
 
-def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
+def broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
+    """The shape of what tensors of these shapes give together."""
     ndim = max(map(len, shapes))
     padded = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))

@@ -456,6 +456,7 @@ class ByHand(nn.Module):
         self.kind, self.qkv = kind, nn.Linear(16, 48)
         self.sinks = nn.Parameter(torch.randn(4))
         self.register_buffer("earlier", torch.ones(1, 1, 9, 9).tril())
+        self.register_buffer("slopes", 0.5 ** torch.arange(1.0, 5.0))
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         query, key, value = self.qkv(x).view(2, 7, 12, 4).split(4, 2)
@@ -479,6 +480,9 @@ class ByHand(nn.Module):
         elif self.kind == "documents":
             others = documents[:, None, :, None] != documents[:, None, None, :]
             hidden, least = hidden | others, torch.finfo(scores.dtype).min
+        elif self.kind == "slopes":  # ALiBi
+            scores = scores + self.slopes[:, None, None] * (place[None, :] - place[:, None])
+            least = torch.finfo(scores.dtype).min
         elif self.kind == "cap":
             scores, hidden = 3.0 * torch.tanh(scores / 3.0), ~(place[None, :] <= place[:, None])
         elif self.kind == "sinks":
@@ -497,7 +501,7 @@ class ByHand(nn.Module):
     "kind",
     [
         *("zeros", "buffer", "padding", "documents", "cap", "sinks", "einsum", "turned einsum"),
-        *("filled", "filled cap"),
+        *("filled", "filled cap", "slopes"),
     ],
 )
 @pytest.mark.parametrize(

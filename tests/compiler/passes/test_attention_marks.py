@@ -140,6 +140,10 @@ def padded(x: Tensor, counts: Tensor) -> Tensor:
         padded,
         lambda x, counts: (x @ x.mT + (~counts).to(x.dtype) * -1e9).softmax(-1) @ x,
         lambda x, counts: capped(x, (~counts).to(x.dtype) * -1e9),
+        lambda x, counts: (
+            (x @ x.mT + (~counts).to(x.dtype) * -1e9).masked_fill(~earlier(x), -1e30).softmax(-1)
+            @ x
+        ),
         # Each leaves a query a key, but not the same one.
         lambda x, counts: (
             (

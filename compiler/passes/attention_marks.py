@@ -291,9 +291,7 @@ class _Finder:
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
         return self._with_sums(made, bias)
 
-    def _with_hidden_bias(
-        self, made: IROp, mask: IRValue, bias: Bias, hides: float
-    ) -> IROp | None:
+    def _with_hidden_bias(self, made: IROp, mask: IRValue, bias: Bias, hides: float) -> IROp | None:
         """Attention to scores to which a bias is added, and of which some are then filled with a
         number; ``None`` where a query may see no key. What is added is the bias, or that number.
         """

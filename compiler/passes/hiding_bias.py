@@ -71,9 +71,7 @@ def masks_of_keys(
     return None if hides is Hides.PERHAPS_ALL else tuple(reading.choices)
 
 
-def hides_nothing(
-    reader: MaskReader, added: Iterable[IRValue], lengths: tuple[Size, Size]
-) -> bool:
+def hides_nothing(reader: MaskReader, added: Iterable[IRValue], lengths: tuple[Size, Size]) -> bool:
     """Whether all of these are known to hide no key of any query."""
     reading = _Reading(reader, lengths)
     return not any(reading.of(value) for value in added)

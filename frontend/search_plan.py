@@ -28,7 +28,11 @@ from shardwright.policies.autodist.autodist_policy import (
     settled,
 )
 from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.options import AutodistOptions, check_options
+from shardwright.policies.autodist.options import (
+    AutodistOptions,
+    check_imbalance_of_ranks,
+    check_options,
+)
 from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
@@ -71,6 +75,7 @@ class PlanSearch:
                 "be searched",
                 hint="leave it out, or compile with it: policy 'saved'",
             )
+        check_imbalance_of_ranks(config, options)
         check_save(options)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.

@@ -26,6 +26,7 @@ from shardwright.compiler.ops.strategy import (
     split_factor,
     strategies,
 )
+from shardwright.compiler.plan.imbalance import check_reachable
 from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
@@ -40,7 +41,8 @@ FEW = 20
 
 def check_mesh(plan: Plan, config: ComputeConfig) -> None:
     """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no
-    name. Raises :class:`PlanError`.
+    name. Raises :class:`PlanError`; :class:`ConfigError` for an imbalance that its ranks cannot
+    have.
     """
     if plan.mesh.size != config.plan_ngpus:
         raise PlanError(
@@ -48,6 +50,8 @@ def check_mesh(plan: Plan, config: ComputeConfig) -> None:
             why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
             hint="make the product of the axes equal to plan_ngpus",
         )
+    if plan.imbalance is not None:
+        check_reachable(plan.imbalance, plan.mesh.size, "the imbalance of the plan")
     axes = dict.fromkeys(
         axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names
     )

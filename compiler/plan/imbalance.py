@@ -3,12 +3,17 @@ busiest rank gets.
 
 It is one number for all layers, or one for each: ``{"model.layers.0.mlp": 1.1, "model.layers.1":
 2.3}`` names modules, and covers the experts below each of them.
+
+A rank gets all rows at most, which is as many times its even share as there are ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from shardwright.compiler.ops.tables.experts import IMBALANCE
+from shardwright.runtime.errors import ConfigError
 
 Imbalance = float | Mapping[str, float]
 
@@ -25,6 +30,34 @@ def imbalance_problem(imbalance: Any, where: str) -> str | None:
             shown = f"{where} of {name!r}" if isinstance(imbalance, Mapping) else where
             return f"{shown} is {value!r}, not a number from 1"
     return None
+
+
+def check_reachable(imbalance: Imbalance, num_ranks: int, where: str) -> None:
+    """Raise :class:`ConfigError` for more than one of ``num_ranks`` ranks can get.
+
+    The default figure passes on one rank, too: it is there whether anybody gave it or not.
+    """
+    by_layer = imbalance if isinstance(imbalance, Mapping) else {"": imbalance}
+    for name, value in by_layer.items():
+        if value != _capped(value, num_ranks):
+            shown = f"{where} of {name!r}" if isinstance(imbalance, Mapping) else where
+            raise ConfigError(
+                f"{shown} is {value:g}, more than a rank can get",
+                why=f"with all tokens on one of {num_ranks} rank(s) it gets {num_ranks} times its "
+                "even share",
+                hint=f"give {num_ranks} for the worst case",
+            )
+
+
+def capped(imbalance: Imbalance, num_ranks: int) -> Imbalance:
+    """An imbalance with what a rank can get, where it says more; the default stays as it is."""
+    if not isinstance(imbalance, Mapping):
+        return _capped(imbalance, num_ranks)
+    return {name: _capped(value, num_ranks) for name, value in imbalance.items()}
+
+
+def _capped(value: float, num_ranks: int) -> float:
+    return value if value == IMBALANCE else min(value, float(num_ranks))
 
 
 def imbalance_text(imbalance: Imbalance) -> str:

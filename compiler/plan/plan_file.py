@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.compiler.plan.imbalance import imbalance_problem
+from shardwright.compiler.plan.imbalance import check_reachable, imbalance_problem
 from shardwright.compiler.plan.plan import PLAN_FORMAT
-from shardwright.runtime.errors import PlanError, ShardwrightError, did_you_mean
+from shardwright.runtime.errors import ConfigError, PlanError, ShardwrightError, did_you_mean
 from shardwright.runtime.layout import Layout
 
 Check = Callable[[Any, str], str | None]
@@ -25,11 +26,17 @@ class Key:
 
 def check_plan_file(data: Any) -> None:
     """Raise :class:`PlanError` if the content of a plan file is no plan: an unknown or a missing
-    key, a value of another type, a layout that does not parse, another format.
+    key, a value of another type, a layout that does not parse, another format, an imbalance that
+    its ranks cannot have.
     """
     problem = _object(KEYS)(data, "")
     if problem is not None:
         raise PlanError(problem)
+    if "imbalance" in data:
+        try:
+            check_reachable(data["imbalance"], math.prod(data["mesh"].values()), "imbalance")
+        except ConfigError as error:
+            raise PlanError(f"{error.what}: {error.why}") from error
 
 
 def _is(kind: type | tuple[type, ...], words: str) -> Check:

@@ -22,6 +22,7 @@ from shardwright.compiler.plan.check import (
     ops_of,
     output_paths,
 )
+from shardwright.compiler.plan.imbalance import capped
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import PlanError, did_you_mean, on_lines
@@ -48,7 +49,8 @@ def refit(
     """
     mesh = _resized(plan.mesh, num_ranks, axis_sizes or {})
     # Mesh and stages first: whether a strategy is allowed depends on the number of ranks.
-    moved = replace(plan, mesh=mesh, stages=_stages(plan, mesh))
+    imbalance = None if plan.imbalance is None else capped(plan.imbalance, mesh.size)
+    moved = replace(plan, mesh=mesh, stages=_stages(plan, mesh), imbalance=imbalance)
     problems: list[str] = []
     moved = replace(moved, inputs=_inputs(moved, graph, problems))
     problems += _unfitting(moved, graph)

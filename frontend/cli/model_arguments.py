@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.plan.imbalance import Imbalance, imbalance_problem
+from shardwright.compiler.plan.imbalance import Imbalance, check_reachable, imbalance_problem
 from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
 from shardwright.frontend.cli.targets import read_settings
 from shardwright.frontend.files.named_object import load_target
@@ -38,8 +38,8 @@ def make_console() -> Console:
 def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:
     """The imbalance that ``--imbalance`` says: a number, or what a JSON file holds.
 
-    ``num_ranks``: those that experts may lie on. One of them gets all tokens at most, which is so
-    many times its share. Raises :class:`ConfigError` for more, and for anything else.
+    ``num_ranks``: those that experts may lie on. Raises :class:`ConfigError` for more than one of
+    them can get, and for anything else.
     """
     if text is None:
         return None
@@ -55,14 +55,7 @@ def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:
     problem = imbalance_problem(found, where)
     if problem is not None:
         raise ConfigError(problem, hint='give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}')
-    most = max(found.values()) if isinstance(found, dict) else found
-    if most > num_ranks:
-        raise ConfigError(
-            f"{where} is {most:g}, more than a rank can get",
-            why=f"with all tokens on one of {num_ranks} rank(s) it gets {num_ranks} times its "
-            "even share",
-            hint=f"give {num_ranks} for the worst case",
-        )
+    check_reachable(cast(Imbalance, found), num_ranks, where)
     return cast(Imbalance, found)
 
 

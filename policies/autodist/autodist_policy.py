@@ -13,7 +13,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
-from shardwright.compiler.plan.imbalance import Imbalance
+from shardwright.compiler.plan.imbalance import Imbalance, capped
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import meshes_with
@@ -23,7 +23,12 @@ from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.simpler import simplest
 from shardwright.policies.autodist.candidates.titles import first_of, refusals
-from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
+from shardwright.policies.autodist.options import (
+    AutodistOptions,
+    check_imbalance_of_ranks,
+    check_options,
+    check_pipeline,
+)
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.search.batch_sizes import BATCH, own_batch
 from shardwright.policies.autodist.search.certificate import certificate
@@ -60,6 +65,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             hint="search with shardwright.search_plan or `shardwright plan --plan-ngpus auto`, "
             "then compile with the plan found: policy 'saved'",
         )
+    check_imbalance_of_ranks(config, options)
     check_save(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
     # Samples per step are dealt into microbatches and units first.
@@ -135,7 +141,8 @@ def settled(
         best,
         strategies=strategies,
         policy="autodist",
-        imbalance=imbalance,
+        # Of several sizes of a unit, the figure is for the largest.
+        imbalance=None if imbalance is None else capped(imbalance, best.mesh.size),
         certificate=certificate(found, found.answer, hardware),
     )
 

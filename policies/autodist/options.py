@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.ops.tables.experts import IMBALANCE
-from shardwright.compiler.plan.imbalance import imbalance_problem
+from shardwright.compiler.plan.imbalance import check_reachable, imbalance_problem
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import check_degrees
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
@@ -192,6 +192,15 @@ def _check_amounts(options: AutodistOptions) -> None:
                 f"the mesh of policy 'autodist' has an axis {axis!r} of size {size}",
                 why="a size is at least 1",
             )
+
+
+def check_imbalance_of_ranks(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Raise :class:`ConfigError` for an imbalance that no rank can have in the largest unit that is
+    searched.
+    """
+    # Not a part of ``check_options``, which smaller units than the largest go through, too.
+    most = max(options.unit_sizes or (config.plan_ngpus,))
+    check_reachable(options.imbalance, most, "option 'imbalance' of policy 'autodist'")
 
 
 def check_options(config: ComputeConfig, options: AutodistOptions) -> None:

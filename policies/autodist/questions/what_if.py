@@ -10,7 +10,7 @@ from dataclasses import replace
 from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.passes.chosen_rows import imbalance_of, with_imbalance
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.imbalance import Imbalance, imbalance_text, scaled
+from shardwright.compiler.plan.imbalance import Imbalance, capped, imbalance_text, scaled
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.autodist_policy import search
@@ -58,7 +58,7 @@ def levers(request: Request) -> list[Choice]:
         changed['outputs="loss": nothing else returned'] = replace(
             fixed, config=replace(request.config, outputs="loss")
         )
-    for name, imbalance in _other_routings(request.graph).items():
+    for name, imbalance in _other_routings(request).items():
         changed[name] = replace(
             fixed,
             graph=with_imbalance(request.graph, imbalance),
@@ -79,16 +79,18 @@ def levers(request: Request) -> list[Choice]:
     return found
 
 
-def _other_routings(graph: PlannableGraph) -> dict[str, Imbalance]:
+def _other_routings(request: Request) -> dict[str, Imbalance]:
     """Other ways in which tokens may choose experts: how many times its share the busiest rank then
-    gets. None for a model without experts.
+    gets, twice as much as is assumed, or all. None for a model without experts, or on one rank.
     """
-    assumed = imbalance_of(graph)
-    if assumed is None:
+    assumed, num_ranks = imbalance_of(request.graph), request.config.plan_ngpus
+    if assumed is None or num_ranks == 1:
         return {}
-    twice = scaled(assumed, 2)
-    rows: dict[str, Imbalance] = {"experts chosen evenly": 1.0}
-    rows[f"the busiest rank with {imbalance_text(twice)} times its share of tokens"] = twice
+    twice = capped(scaled(assumed, 2), num_ranks)
+    name = f"the busiest rank with {imbalance_text(twice)} times its share of tokens"
+    if twice == num_ranks:
+        name += ", which is all of them"
+    rows: dict[str, Imbalance] = {"experts chosen evenly": 1.0, name: twice}
     return {name: imbalance for name, imbalance in rows.items() if imbalance != assumed}
 
 

@@ -84,6 +84,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("stages", [{"first_op": "", "mesh": {}}], "key 'ranks' is missing in stages[0]"),
         ("stages.0.ranks", [0, "1"], "stages[0].ranks[1] is '1', not a whole number from 0"),
         ("num_microbatches", True, "num_microbatches is True, not a whole number from 1"),
+        ("imbalance", {"up": 0.5}, "imbalance of 'up' is 0.5, not a number from 1"),
+        (
+            "imbalance",
+            {"up": 4, "down": 4.5},
+            "imbalance of 'down' is 4.5, more than a rank can get: with all tokens on one of 4 "
+            "rank(s) it gets 4 times its even share",
+        ),
         ("certificate.cost_s", "1 s", "certificate.cost_s is '1 s', not a number"),
     ],
 )

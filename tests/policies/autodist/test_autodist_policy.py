@@ -28,16 +28,21 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.operator_file import dumps_times
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import checked_certificate
+from shardwright.compiler.plan.check import check_mesh
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.program import Compute, Program
+from shardwright.compiler.plan.refit import refit
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.compiler.trace import trace
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.search_plan import PlanSearch
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist import autodist_policy
-from shardwright.policies.autodist.autodist_policy import search
+from shardwright.policies.autodist.autodist_policy import search, settled
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
@@ -105,6 +110,37 @@ def test_experts_that_are_modules_lie_whole_on_their_ranks_where_that_pays() -> 
     assert plan.mesh.names == ("ep",)
     weights = [str(plan.stored[f"experts.{index}.weight"]) for index in range(8)]
     assert weights == [f"[{index} of 8/ep * 1024, 1024]" for index in range(8)]
+
+
+def test_an_imbalance_is_one_that_a_rank_can_have() -> None:
+    """All tokens are as many times the share of a rank as there are ranks, of the largest unit. The
+    default is fine on one rank, too.
+    """
+    module, batch = ExpertsByHand(8, 4), {"x": torch.zeros(8, 8)}
+    graph = trace(module, batch)
+    for given, shown in ((50.0, "is 50"), ({"": 1.5, "experts": 2.5}, "of 'experts' is 2.5")):
+        with pytest.raises(ConfigError) as caught:
+            plan_of(graph, 2, imbalance=given)
+        assert caught.value.what == (
+            f"option 'imbalance' of policy 'autodist' {shown}, more than a rank can get"
+        )
+    worst = plan_of(graph, 2, mesh={"ep": 2}, imbalance=2.0)
+    plans_made = [worst, plan_of(graph, 1), refit(worst, PlannableGraph.of(graph), 1)]
+    config = replace(
+        config_of(1, unit_sizes=(1, 2), global_batch=8, imbalance=2.0), runtime_ngpus=2
+    )
+    asked = PlanSearch.of(module, batch, config)
+    found = next(one for one in asked.variants.listed if one.config.plan_ngpus == 1)
+    alone = search(found.graph, found.config, asked.options_for(found), asked.hardware)
+    plans_made.append(settled(alone, found.config, asked.hardware, asked.variants.imbalance))
+    assert [plan.imbalance for plan in plans_made] == [2.0, 1.25, 1.0, 1.0]
+    for plan in plans_made:
+        check_plan_file(json.loads(plan.dumps()))
+    too_many = replace(config, pas_config={**config.pas_config, "imbalance": 2.5})
+    with pytest.raises(ConfigError, match="is 2.5, more than a rank can get"):
+        PlanSearch.of(module, batch, too_many)
+    with pytest.raises(ConfigError, match="the imbalance of the plan is 2, more"):
+        check_mesh(replace(worst, mesh=Mesh.of({"ep": 1})), config_of(1))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from shardwright.compiler.ir.size import Size, dynamic_sizes
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.stopped_gradients import reached_operands
 from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import (
@@ -44,7 +45,7 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     """
     check_stages(graph, plan)
     num_stages = len(plan.stages)
-    graph = drop_outputs(graph, plan.outputs)
+    graph = with_imbalance(drop_outputs(graph, plan.outputs), plan.imbalance)
     stages = stage_of_ops(graph, plan)
     cut = split_stages(graph, stages, num_stages)
     body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan.outputs)

@@ -105,9 +105,9 @@ def run_simulate(options: argparse.Namespace) -> int:
     cost = cost_of(compiled)
     print(cost.dumps() if options.json else cost)
     assumed = imbalance_of(compiled.program.graph)
-    if assumed is not None and not options.json:
+    if assumed is not None and config.plan_ngpus > 1 and not options.json:
         # No rank gets more than all rows: as many times its share as there are ranks.
-        worst = cost_of(compiled_with(float(max(1, config.plan_ngpus))))
+        worst = cost_of(compiled_with(float(config.plan_ngpus)))
         print(
             f"experts: with {imbalance_text(assumed)} times an even share of tokens on the busiest "
             f"rank; with all on one: {amount(worst.step_s, 's')}, {amount(worst.peak_bytes, 'B')}"

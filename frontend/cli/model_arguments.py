@@ -29,6 +29,8 @@ from shardwright.runtime.json_text import parse_json
 PIPE_WIDTH = 160
 """Columns of output that goes to no terminal."""
 
+_AS_IMBALANCE = 'give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}'
+
 
 def make_console() -> Console:
     """The console on which commands print. Layouts are full of brackets, so it knows no markup."""
@@ -47,14 +49,16 @@ def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:
     try:
         found = float(text)
     except ValueError:
-        where = text
+        where = f"the imbalance in {text}"
         try:
             found = parse_json(Path(text).read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"cannot read the imbalance from {text}", why=str(error)) from error
+            raise ConfigError(
+                f"cannot read the imbalance from {text}", why=str(error), hint=_AS_IMBALANCE
+            ) from error
     problem = imbalance_problem(found, where)
     if problem is not None:
-        raise ConfigError(problem, hint='give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}')
+        raise ConfigError(problem, hint=_AS_IMBALANCE)
     check_reachable(cast(Imbalance, found), num_ranks, where)
     return cast(Imbalance, found)
 

@@ -39,6 +39,10 @@ class Reference:
     """Parameters after the last step, by name."""
     buffers: dict[str, Tensor]
     """Buffers of the first unit after the last step, by name, non-persistent ones included."""
+    paused: frozenset[str] = frozenset()
+    """Parameters that had a gradient in the first step and none in a later one: an expert that is a
+    module of its own, and that no token chose there.
+    """
 
 
 def reference_run(
@@ -64,6 +68,7 @@ def reference_run(
     losses: list[list[Tensor]] = []
     outputs: list[Any] = []
     gradients: dict[str, Tensor | None] = {}
+    paused: set[str] = set()
     with float64_casts(model), dense_attention():
         stepper = optimizer(model.parameters())
         if not isinstance(stepper, torch.optim.Optimizer):
@@ -91,9 +96,19 @@ def reference_run(
                     name: None if p.grad is None else p.grad.clone()
                     for name, p in model.named_parameters()
                 }
+            paused |= {
+                name
+                for name, p in model.named_parameters()
+                if p.grad is None and gradients[name] is not None
+            }
             stepper.step()
     return Reference(
-        losses, outputs, gradients, clone(dict(model.named_parameters())), unit_buffers[0]
+        losses,
+        outputs,
+        gradients,
+        clone(dict(model.named_parameters())),
+        unit_buffers[0],
+        frozenset(paused),
     )
 
 

@@ -74,6 +74,10 @@ class VerifyReport:
     compared_with: str
     outside: OutsideReport | None = None
     """What ``spmd_types`` says, where it was asked."""
+    paused: frozenset[str] = frozenset()
+    """Parameters without a gradient in a step after the first on one device, where zeros are not
+    the same.
+    """
 
     @property
     def ok(self) -> bool:
@@ -102,6 +106,7 @@ class VerifyReport:
             )
             lines += [table(bad[:10])] if bad else []
             lines += self._lone() if kind == "gradients" else []
+            lines += self._paused(bad) if kind == "parameters" else []
         lines += self._rounding()
         lines += [str(self.outside)] if self.outside is not None else []
         return "\n".join(lines)
@@ -115,6 +120,16 @@ class VerifyReport:
             f"{count} there on one side only",
             *(f"  {gradient}" for gradient in self.lone[:10]),
             *more,
+        ]
+
+    def _paused(self, bad: Sequence[Deviation]) -> list[str]:
+        names = [d.name for d in bad if d.name in self.paused]
+        if not names:
+            return []
+        return [
+            f"of {len(names)} of these one device has no gradient in a later step: {_first(names)}",
+            "  zeros, as the plan has for an expert that no token chose, are moved by weight decay",
+            "  and momentum. One step (--steps 1) compares without",
         ]
 
     def _rounding(self) -> list[str]:
@@ -268,7 +283,16 @@ def verify(
                 found, reference, list(repeated(run_alone, model, samples)), is_zero
             )
     losses = tuple(loss.item() for loss in ours.losses[-1])
-    return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with, certificate)
+    return VerifyReport(
+        found,
+        lone,
+        losses,
+        config.runtime_ngpus,
+        mesh,
+        compared_with,
+        certificate,
+        reference.paused,
+    )
 
 
 def _check_numbers(steps: int, num_samples: int | None) -> None:

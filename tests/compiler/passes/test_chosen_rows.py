@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from shardwright.compiler.passes.chosen_rows import (
     stored_shares,
     with_imbalance,
 )
+from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli.model_arguments import read_imbalance
+from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError, TraceError
 from shardwright.runtime.layout import Mesh
 
@@ -194,11 +198,23 @@ def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
     for text, problem in (
         ('{"a": 0.5}', "of 'a' is 0.5, not a number from 1"),
         ("{", "cannot"),
-        ('{"a": 2, "b": 4.5}', "is 4.5, more than a rank can get"),
+        ('{"a": 2, "b": 4.5}', "the imbalance in .* of 'b' is 4.5, more than a rank can get"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):
             read_imbalance(str(file), 4)
+
+
+def test_a_pipeline_knows_what_its_plan_assumes() -> None:
+    entry = expert_models.get(BY_HAND)
+    graph = plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    options = {"num_stages": 2, "dp": 2, "tp": 1, "ep": 2, "num_microbatches": 2}
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, pas_config=options)
+    made = find_policy("hybrid").apply(graph, config)
+    assert isinstance(made, Plan)
+    program = lower_stages(graph, replace(made, imbalance=3.0))
+    known = [imbalance_of(part.graph) for part in (program, *program.programs)]
+    assert known == [3.0, 3.0, 3.0]
 
 
 def test_stages_do_not_begin_between_dispatch_and_combine() -> None:

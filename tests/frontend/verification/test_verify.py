@@ -101,3 +101,45 @@ def test_gradients_that_one_side_only_has_are_named(monkeypatch: pytest.MonkeyPa
         ),
     ]
     assert lines[7].startswith("  up.bias: the plan has no gradient, one device has one of up to ")
+
+
+class Leaving(nn.Module):
+    """Two experts that are modules of their own; after a step of 1 no token chooses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(2, 2, bias=False)
+        self.router.weight = nn.Parameter(torch.tensor([[1.0, 0.0], [0.0, 0.1]]))
+        self.experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        weights, chosen = scores.softmax(-1).topk(1)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return y.square().mean() + scores[:, 1].sum()
+
+
+def test_gradients_that_one_device_has_in_the_first_step_only_are_named() -> None:
+    """There the plan has zeros, which momentum sees."""
+
+    def momentum(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+    def compared(steps: int) -> verification.VerifyReport:
+        torch.manual_seed(0)
+        config = {"plan_ngpus": 2, "runtime_ngpus": 2}
+        return verify(Leaving(), {"x": torch.eye(2)}, "ep", config, optimizer=momentum, steps=steps)
+
+    report = compared(1)
+    assert report.ok and not report.paused and "later step" not in str(report)
+    report = compared(2)
+    assert report.paused == {"experts.1.weight"} and not report.ok
+    assert (
+        "of 1 of these one device has no gradient in a later step: experts.1.weight"
+        in str(report).splitlines()
+    )

@@ -113,7 +113,8 @@ class ComputeConfig:
 
     **Checks.** Ranks compare what must be the same, in the first step and then every
     ``check_ranks_every`` steps: within a unit the arguments of a call, everywhere the number of
-    steps and the options of the optimizer. 0 leaves the first comparison.
+    steps, the options of the optimizer, and parameters of which several ranks hold copies. 0 leaves
+    the first comparison.
 
     ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it
     is part of what a compile is recognised by. Both must be made of JSON values.

@@ -11,6 +11,8 @@ from shardwright.runtime.ranks.communicator import Communicator
 
 # 2**64 / golden ratio, odd: neighbouring positions get unrelated weights.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+# Words that are weighted at once, 1 MiB of them: temporary memory does not grow with the tensor.
+_CHUNK = 2**17
 
 
 def checksum(x: Tensor) -> Tensor:
@@ -19,13 +21,28 @@ def checksum(x: Tensor) -> Tensor:
 
     Equal for equal shape, dtype and bits, NaN included; practically never for different ones.
     """
-    octets = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(octets, (0, -octets.numel() % 8)).view(torch.int64)
-    weights = (torch.arange(1, words.numel() + 1, device=x.device) * _MULTIPLIER) | 1
+    words = _words(x.detach().contiguous().reshape(-1).view(torch.uint8))
+    positions = torch.arange(1, min(words.numel(), _CHUNK) + 1, device=x.device)
+    weights = (positions * _MULTIPLIER) | 1
+    # An odd weight has an inverse modulo 2**64, so no single word can change unnoticed.
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for index, start in enumerate(range(0, words.numel(), _CHUNK)):
+        chunk = words[start : start + _CHUNK]
+        weight_of_chunk = _wrapped((index * _MULTIPLIER) | 1)
+        total += (chunk * weights[: chunk.numel()]).sum() * weight_of_chunk
     sizes = 0
     for size in x.shape:
         sizes = (sizes + size + 1) * _MULTIPLIER
-    return (words * weights).sum() + _wrapped(sizes)
+    return total + _wrapped(sizes)
+
+
+def _words(octets: Tensor) -> Tensor:
+    """Bytes as int64, with zeros behind where they do not fill the last word."""
+    rest = -octets.numel() % 8
+    is_aligned = octets.storage_offset() % 8 == 0
+    if rest or not is_aligned:
+        octets = torch.nn.functional.pad(octets, (0, rest)) if rest else octets.clone()
+    return octets.view(torch.int64)
 
 
 def differing(
@@ -43,11 +60,11 @@ def differing(
     per_rank = torch.stack(communicator.all_gather(mine, phase="setup")).tolist()  # [rank][tensor]
     for name, values in zip(tensors, zip(*per_rank, strict=True), strict=True):
         if len(set(values)) > 1:
-            return name, _alike(values, communicator.ranks)
+            return name, alike(values, communicator.ranks)
     return None
 
 
-def _alike(values: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+def alike(values: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
     """Ranks by equal value, in order of first appearance."""
     groups: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):

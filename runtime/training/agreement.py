@@ -7,7 +7,9 @@ compare, in the first step and then in every ``ComputeConfig.check_ranks_every``
 - all ranks: how many steps they have taken, and the options of their optimizer, which schedulers
   change;
 - the ranks of a unit: the arguments of the next call
-  (:mod:`shardwright.runtime.module.call_checks`).
+  (:mod:`shardwright.runtime.module.call_checks`);
+- ranks with copies of a parameter: its values (:mod:`shardwright.runtime.training.copies`).
+  Before the first step an optimizer compares them by itself.
 
 [Note: When ranks compare] A comparison is a collective, so all ranks must come to it at the same
 place among their collectives, also where they do not agree on anything else. So steps are not
@@ -32,6 +34,7 @@ from torch.optim import Optimizer
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.world import World
+from shardwright.runtime.training.copies import Copies, CopiesDiffer
 
 
 class Part(Protocol):
@@ -65,11 +68,12 @@ class TrainingAgreement:
     """Compares how all ranks train one model, with each ``interval``-th sum of gradients; with 0
     with the first one only.
 
-    ``parts``: the compiled parts of the model.
+    ``parts``: the compiled parts of the model. ``copies``: its parameters with copies.
     """
 
-    def __init__(self, world: World, parts: Sequence[Part], interval: int) -> None:
+    def __init__(self, world: World, parts: Sequence[Part], copies: Copies, interval: int) -> None:
         self._world = world
+        self._copies = copies
         self._parts = [weakref.ref(part) for part in parts]
         self._interval = interval
         self._num_sums = 0
@@ -89,10 +93,18 @@ class TrainingAgreement:
 
         Raises :class:`UsageError` on all ranks, naming what differs, and on which ranks.
         """
-        number = self._num_sums
+        number, interval = self._num_sums, self._interval
         self._num_sums += 1
-        if self._world.size == 1 or (number and (not self._interval or number % self._interval)):
+        if self._world.size == 1:
             return
+        if number == 0 or (interval and number % interval == 0):
+            self._compare_standings(number)
+        # One step later, when the arguments of the call have been compared: other arguments make
+        # copies drift, too, and whoever reads the error wants the cause.
+        if interval and number > interval and number % interval == 1 % interval:
+            _refuse_copies(self._copies.find_on_all_ranks())
+
+    def _compare_standings(self, number: int) -> None:
         if number:  # the first call has compared already
             for part in self._living_parts():
                 part.expect_comparison()
@@ -138,6 +150,26 @@ class TrainingAgreement:
                     "follow from that of all ranks",
                 )
         raise AssertionError(f"these ranks agree, and their digests do not: {standings}")
+
+
+def _refuse_copies(found: CopiesDiffer | None) -> None:
+    if found is None:
+        return
+    hint = (
+        "change parameters alike on all ranks: draw numbers for them from a torch.Generator that "
+        "is seeded alike on all ranks for each parameter. Then go on from the last checkpoint: "
+        "copies that differ stay different"
+    )
+    if found.gap is not None:
+        hint += (
+            ". Where no script writes into them, kernels that add in no fixed order may have: "
+            "torch.use_deterministic_algorithms(True)"
+        )
+    raise UsageError(
+        f"parameter {found.name!r} is not the same any more on the ranks with copies of it",
+        why=str(found),
+        hint=hint,
+    )
 
 
 def _at(groups: Sequence[Mapping[str, str]], index: int) -> Mapping[str, str]:

@@ -15,15 +15,14 @@ from shardwright.runtime.config import CHECK_RANKS_EVERY, ComputeConfig
 from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.compiled import compiled_parts
-from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.agreement import TrainingAgreement
 from shardwright.runtime.training.all_gradients import AllGradients
 from shardwright.runtime.training.clipping import watch_clipping
+from shardwright.runtime.training.copies import Copies
 from shardwright.runtime.training.gradnorm import counts_here
 from shardwright.runtime.training.reducer import Reducer
 from shardwright.runtime.zero.build import sharded_buckets
@@ -64,9 +63,8 @@ class TrainedModel:
         self.settings = ReductionSettings.of(self._config, self.ranks.num_units)
         self.sums: list[GradientSum] = []
         self.cut: list[CutParameter] = []
-        self._ordinary: dict[str, Tensor] = {}
-        self._compiled: dict[str, Tensor] = {}
-        self._shared: list[tuple[str, Tensor, Communicator]] = []
+        self._ordinary: set[str] = set()
+        self._copies = Copies(self.world)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         compiled = {
             id(parameter) for part in self.parallel_modules for parameter in part.parameters()
@@ -85,7 +83,9 @@ class TrainedModel:
                     self.ranks.units.communicator,
                     counts_here(layout, self.ranks),
                 )
-                self._ordinary[name] = parameter
+                self._ordinary.add(name)
+                everyone = range(self.world.size)
+                self._copies.add(name, parameter, self.ranks.units.communicator, everyone)
         for part in self.parallel_modules:
             groups = part.gradient_groups()
             # Backward reaches last what forward uses first. What it never reaches must not hold up
@@ -97,23 +97,13 @@ class TrainedModel:
                 declaration, parameter = trained[index]
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
-                is_shared, over_units = (
-                    declaration.name in part.shared,
-                    ZERO in declaration.layout.cut_axes,
-                )
-                self._add(
-                    name,
-                    parameter,
-                    declaration.layout,
-                    part.ranks_of(declaration),
-                    group,
-                    is_counted,
-                    is_shared,
-                )
-                if not over_units:
-                    self._compiled[name] = parameter
-                if is_shared or (over_units and group.size > 1):
-                    self._shared.append((name, parameter, group))
+                is_shared = declaration.name in part.shared
+                layout, home = declaration.layout, part.ranks_of(declaration)
+                self._add(name, parameter, layout, home, group, is_counted, is_shared)
+                # Ranks that differ along an axis that cuts it hold pieces of their own.
+                axes = [axis for axis in home.mesh.names if axis not in layout.cut_axes]
+                holders = home.world_ranks(home.alike(home.coords, axes))
+                self._copies.add(name, parameter, group, holders)
 
     def part_elsewhere(self) -> str | None:
         """One thing of the model that this rank does not have all of, in words, if there is any."""
@@ -127,35 +117,22 @@ class TrainedModel:
         return None
 
     def check_copies(self) -> None:
-        """Compare, by checksums, the trained parameters of which several ranks hold copies that
-        nothing else keeps equal: ordinary ones on all ranks, compiled ones between the units and
-        pipeline stages that hold the same. Collective.
+        """Compare the trained parameters of which several ranks hold copies: ordinary ones on all
+        ranks, compiled ones where units, pipeline stages, or the ranks along an axis hold the same.
+        Collective.
 
         Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would
         stay different.
         """
-        units = self.ranks.units.communicator
-        differences = [
-            differing(self._ordinary, self.world.everyone),
-            differing(self._compiled, units),
-        ]
-        differences += [
-            differing({name: parameter}, group) for name, parameter, group in self._shared
-        ]
-        mine = next((found for found in differences if found is not None), None)
-        # Ranks outside the group that differs must not go on alone.
-        for found in self.world.all_gather_object(mine):
-            if found is not None:
-                name, alike = found
-                raise UsageError(
-                    f"parameter {name!r} does not start with the same values everywhere",
-                    why="these ranks agree with each other: "
-                    + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
-                    hint="seed all ranks alike before making the module, or call "
-                    "broadcast_weights(module, "
-                    f"{1 if name in self._ordinary else self.ranks.mesh.size}) before the "
-                    "first step",
-                )
+        found = self._copies.find_on_all_ranks()
+        if found is not None:
+            stride = 1 if found.name in self._ordinary else self.ranks.mesh.size
+            raise UsageError(
+                f"parameter {found.name!r} does not start with the same values everywhere",
+                why=str(found),
+                hint="seed all ranks alike before making the module, or call "
+                f"broadcast_weights(module, {stride}) before the first step",
+            )
 
     def total_loss(self, loss: Tensor | float, divisor: int) -> Tensor | float:
         """The sum over the units of each one's scalar loss, divided by ``divisor``. Collective."""
@@ -208,7 +185,7 @@ class TrainedModel:
         # Every so many steps ranks compare what must be the same on all of them.
         interval = CHECK_RANKS_EVERY if self._config is None else self._config.check_ranks_every
         reducer.agreement = self.agreement = TrainingAgreement(
-            self.world, self.parallel_modules, interval
+            self.world, self.parallel_modules, self._copies, interval
         )
         self.gradients = AllGradients(
             self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules)

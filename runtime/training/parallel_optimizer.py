@@ -283,6 +283,7 @@ class ParallelOptimizer(Optimizer):
                     "would go its own way",
                     hint="build the optimizer again after changing requires_grad",
                 )
+        self._gathering.finish()  # of what forward did not read: ranks may compare the values
         self._reducer.sum_gradients()
         if self._round != self._reducer.num_rounds:
             self._exchange.take_gradients()

@@ -90,6 +90,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "runtime_ngpus": plan_ngpus * units,
         "use_zero": 3,
         "outputs": "loss",
+        "check_ranks_every": 1,  # copies never drift apart
         **options,
     }
 

@@ -36,3 +36,13 @@ def test_ranks_are_named_by_what_they_agree_on():
         )
 
     assert run_ranks(3, compare) == [(("other", [[0, 2], [1]]), None)] * 3
+
+
+def test_every_word_of_a_long_tensor_counts():
+    """Long tensors are summed in chunks; their places count, too."""
+    x = torch.arange(400_003, dtype=torch.float32)
+    swapped, changed = x.clone(), x.clone()
+    swapped[:262_144] = x[:262_144].view(2, -1).flip(0).flatten()  # chunks
+    changed[-1] = 0
+    sums = {int(checksum(other)) for other in (x, swapped, changed, x[:-1], x[1:])}
+    assert len(sums) == 5

@@ -161,3 +161,52 @@ def test_how_often_is_a_number():
         ConfigError, match="check_ranks_every is a whole number of at least 0\n  why:   it is -1"
     ):
         ComputeConfig(plan_ngpus=1, runtime_ngpus=1, check_ranks_every=-1)
+
+
+def drift(name, where=(1,), by=0.01):
+    """Numbers of their own in ``name`` on these ranks, after the second step."""
+
+    def act(rank, step, module, optimizer):
+        if step == 1 and rank in where:
+            with torch.no_grad():
+                dict(module.named_parameters())[name].add_(by)
+
+    return act
+
+
+COPIES = {
+    # [WIDTH], computed alike along tp
+    "computed alike": (
+        "head.bias",
+        (1, 3),
+        "0, 2; 1, 3; they are up to 0.0",
+    ),
+    # [HIDDEN/tp, WIDTH]: ranks 0, 2 and ranks 1, 3 have one piece each
+    "pieces, over the units": ("layers.0.weight", (3,), "1; 3\n"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_that_a_script_lets_drift_are_named(tmp_path, name):
+    parameter, where, text = COPIES[name]
+    directory = files(tmp_path)
+    train(directory, 4, drift(parameter, where))  # so long nobody looks
+    with pytest.raises(UsageError) as error:
+        train(directory, 5, drift(parameter, where))
+    found = str(error.value)
+    assert found.startswith(
+        f"parameter {parameter!r} is not the same any more on the ranks with copies of it\n"
+        f"  why:   these ranks agree with each other: {text}"
+    )
+    assert "torch.Generator that is seeded alike" in found
+
+
+def test_rounding_and_pieces_of_their_own_are_no_drift(tmp_path):
+    """Where ranks compute copies, they may round them differently, and pieces are everyone's own;
+    ranks that add up one gradient have the same bits.
+    """
+    directory = files(tmp_path)
+    train(directory, 5, drift("head.bias", (1, 3), by=1e-14))
+    train(directory, 5, drift("layers.0.weight", (1, 3)))
+    with pytest.raises(UsageError, match="'norm.weight' is not the same any more"):
+        train(directory, 5, drift("norm.weight", (1, 3), by=1e-14))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.compiler.cost.local_calls import local_call
@@ -139,8 +139,12 @@ def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
 
 
 def operations_of(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
-    """The operations of the rank with the largest pieces, forward and backward."""
-    call = local_call(op, assignment, mesh)
+    """The operations of the rank with the largest pieces, forward and backward; experts count with
+    even shares of tokens, whatever the plan assumes.
+    """
+    assert op.rule is not None
+    even = replace(op, rule=op.rule.with_imbalance(1.0))
+    call = local_call(even, assignment, mesh)
     return sum(arithmetic_s(call, call.differentiated, _COUNTING))
 
 

@@ -24,7 +24,7 @@ Over several axes an operator has a strategy for each of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -257,6 +257,19 @@ class OpRule:
     def factor(self, name: str) -> Factor:
         """The factor of that name."""
         return self._by_name[name]
+
+    def with_imbalance(self, imbalance: float) -> OpRule:
+        """The rule with another assumption of how unevenly rows are chosen; the same where all rows
+        are stored.
+        """
+        if self.densities is None:
+            return self
+        # Of operands and of results; ``None`` stands for a tensor of which all rows are there.
+        operands, results = (
+            tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
+            for side in self.densities
+        )
+        return replace(self, densities=(operands, results))
 
     @cached_property
     def _by_name(self) -> dict[str, Factor]:

@@ -93,25 +93,14 @@ def with_imbalance(graph: Graph, imbalance: Imbalance | None) -> Graph:
             known = [of_value[value.name] for value in op.operands if value.name in of_value]
             here = known[0] if known else of_layer(op.module_path, imbalance)
             if here is not None:
-                op = _assuming(op, op.rule, here)
-                assert op.rule is not None and op.rule.densities is not None
                 stored = zip(op.results, op.rule.densities[1], strict=True)
+                op = replace(op, rule=op.rule.with_imbalance(here))
                 of_value.update({value.name: here for value, density in stored if density})
         ops.append(op)
     # Evaluation runs other operators on the same experts.
     other = graph.eval_graph and with_imbalance(graph.eval_graph, imbalance)
     assumed: Graph = replace(graph, ops=tuple(ops), eval_graph=other)
     return assumed
-
-
-def _assuming(op: IROp, rule: OpRule, imbalance: float) -> IROp:
-    assert rule.densities is not None
-    # A rule has densities for its operands and for its results; ``None`` stands for a dense tensor.
-    operands, results = (
-        tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
-        for side in rule.densities
-    )
-    return replace(op, rule=replace(rule, densities=(operands, results)))
 
 
 def check_imbalance(graph: IRGraph, imbalance: Imbalance | None) -> None:

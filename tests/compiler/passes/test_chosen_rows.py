@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from expert_models import BY_HAND, verify_experts
 from torch import Tensor, nn
 
+from shardwright.compiler.cost.work_share import work_share
 from shardwright.compiler.passes.chosen_rows import (
     check_has_experts,
     check_imbalance,
@@ -25,8 +26,9 @@ from shardwright.compiler.passes.chosen_rows import (
     stored_shares,
     with_imbalance,
 )
+from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.plan.builder import PlanBuilder
+from shardwright.compiler.plan.builder import PlanBuilder, PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli.model_arguments import read_imbalance
 from shardwright.policies.known_policies import find_policy
@@ -203,6 +205,19 @@ def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):
             read_imbalance(str(file), 4)
+
+
+def test_ranks_share_the_work_of_experts_however_unevenly_they_are_chosen() -> None:
+    """Nobody is told that every rank computes all experts, where one may get all tokens."""
+    entry = expert_models.get(BY_HAND)
+    graph = plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    made = find_policy("ep").apply(graph, config)
+    assert isinstance(made, PlannableGraph)
+    alone = replace(made, plan=None)
+    for imbalance in (1.0, 2.0):
+        shared = work_share(lower(alone, replace(made.decided, imbalance=imbalance)))
+        assert shared is not None and shared.share == 0.5 and not shared.whole
 
 
 def test_a_pipeline_knows_what_its_plan_assumes() -> None:

@@ -8,6 +8,7 @@ expression over the user's names.
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -176,8 +177,11 @@ class Dynamic:
 
 
 def _is_loop(text: str) -> bool:
-    """Whether a line begins a loop that runs as often as a size says."""
-    return text.startswith("for ") and " in " in text
+    """Whether a line loops, as a statement or within brackets, as often as a size says."""
+    return (text.startswith("for ") and " in " in text) or bool(_LOOP_OVER_RANGE.search(text))
+
+
+_LOOP_OVER_RANGE = re.compile(r"\bfor\b.+\bin\b.*\brange\(")
 
 
 def _why_fixed(text: str) -> str:

@@ -142,6 +142,15 @@ def test_a_fixed_dim_is_refused(module: nn.Module) -> None:
         )
 
 
+def test_a_loop_within_brackets_is_a_loop() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(x[i] for i in range(x.shape[0]))  # type: ignore[return-value]
+
+    with pytest.raises(TraceError, match="a loop in Python is traced for one number of steps"):
+        trace(Sums(), {"x": X}, dynamic_dims=ROWS)
+
+
 def test_branches_on_sizes_become_conditions() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -251,6 +251,24 @@ class Scope(nn.Module):
             else f"the parallel module {type(self).__name__}"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """What ``nn.Module`` finds; :class:`AttributeError` says in words what a submodule of a
+        parallel module has.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kinds = ("_parameters", "_buffers", "_modules")  # not there before __init__
+            held = [item for kind in kinds for item in self.__dict__.get(kind, ())]
+            shown = ", ".join(repr(item) for item in held[:8]) or "nothing"
+            text = format_error(
+                f"{self._title()} has no attribute {name!r}",
+                why="it stands for a submodule of the original, and has its parameters, buffers "
+                f"and submodules alone: {shown}{', ...' if len(held) > 8 else ''}",
+                hint="read other attributes and call methods of the original",
+            )
+        raise AttributeError(text, name=name, obj=self)
+
     def __getitem__(self, path: int | str) -> Any:
         """What lies at a path of names, ``scope[0]`` or ``scope["a-b.weight"]``: a scope, parameter
         or buffer.

@@ -435,6 +435,15 @@ def test_what_the_original_had_besides_tensors(whole_files):
         "after original.forward = parallel"
     )
     assert not hasattr(module, "config") and module.norm.weight is module.head.weight
+    with pytest.raises(AttributeError) as error:
+        module.layers[0].in_features  # noqa: B018
+    assert message(error) == (
+        "submodule 'layers.0' of a parallel module has no attribute 'in_features'\n"
+        "  why:   it stands for a submodule of the original, and has its parameters, buffers and "
+        "submodules alone: 'weight', 'bias'\n"
+        "  try:   read other attributes and call methods of the original"
+    )
+    assert not hasattr(module.layers[0], "in_features")
 
 
 def test_arguments_on_another_device(whole_files):

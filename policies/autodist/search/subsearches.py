@@ -17,7 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.compiler.passes.chosen_rows import check_imbalance, imbalance_of, with_imbalance
+from shardwright.compiler.passes.chosen_rows import (
+    check_has_experts,
+    check_imbalance,
+    imbalance_of,
+    with_imbalance,
+)
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.imbalance import Imbalance
@@ -96,6 +101,8 @@ class Subsearches:
         # device with room for them they are the fastest, and small ones are soon known not to be.
         for batch, whole in sorted(graphs.items(), key=_samples, reverse=True):
             check_imbalance(whole, imbalance)
+            if "imbalance" in config.pas_config:  # its default is no wish
+                check_has_experts(whole, "option 'imbalance'")
             graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)

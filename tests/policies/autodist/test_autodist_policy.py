@@ -141,6 +141,9 @@ def test_an_imbalance_is_one_that_a_rank_can_have() -> None:
         PlanSearch.of(module, batch, too_many)
     with pytest.raises(ConfigError, match="the imbalance of the plan is 2, more"):
         check_mesh(replace(worst, mesh=Mesh.of({"ep": 1})), config_of(1))
+    dense = trace(nn.Linear(4, 4), {"input": torch.zeros(8, 4)})
+    with pytest.raises(PlanError, match="option 'imbalance' is about experts, and Linear has none"):
+        plan_of(dense, 2, imbalance=1.5)
 
 
 @pytest.mark.slow

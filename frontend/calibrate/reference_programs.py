@@ -14,6 +14,7 @@ import math
 import statistics
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,9 +131,10 @@ def measure_attention(world: World, effort: Effort) -> list[Point]:
 
 
 def attention_efficiency(device: Device, points: list[Point]) -> tuple[float, float]:
-    """The part of the rate of its products that attention reaches on a device, as the device is
-    described so far, forward and backward: the geometric mean over the points.
+    """The part of the rate of its products that attention reaches on a device, as its products are
+    described, forward and backward: the geometric mean over the points.
     """
+    device = replace(device, attention_efficiency=(1.0, 1.0))
     logs: list[tuple[float, float]] = []
     for point in points:
         dtype = getattr(torch, point["dtype"].removeprefix("torch."))

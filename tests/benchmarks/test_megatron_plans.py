@@ -62,4 +62,6 @@ def test_never_worse_than_the_published_plan(script: ModuleType) -> None:
     found = search(graph, case.config, options, hardware)
     assert found.best is not None and found.best.cost is not None
     assert found.best.cost.peak_bytes <= hardware.device.memory_bytes
-    assert found.bound_s <= found.best.step_s <= known.step_s
+    # Sums in two orders are rounded otherwise.
+    assert found.bound_s <= found.best.step_s * (1 + 1e-12)
+    assert found.best.step_s <= known.step_s

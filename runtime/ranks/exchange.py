@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,12 +21,14 @@ import torch.distributed as dist
 
 from shardwright.runtime import errors
 from shardwright.runtime.errors import DistributedError, ShardwrightError
+from shardwright.runtime.ranks.late import key_of
 from shardwright.runtime.ranks.processes import Process, answered, described
 from shardwright.runtime.waiting import LIMIT_HINT, Pulse, Wait, in_time, timeout_s
 
 Answer = TypeVar("Answer")
 
 _numbers = itertools.count()
+_numbers_of_members: Counter[tuple[int, ...]] = Counter()
 _LOOK_S = 0.5
 """How long a rank waits before it looks how the one that it waits for is, and between two such
 looks, at most.
@@ -81,14 +84,25 @@ class WorldExchange:
 
 
 class StoreExchange:
-    """Through a key-value store that all ranks see. ``what``: what the ranks do together, for
-    messages.
+    """Through a key-value store that all ranks see.
+
+    ``rank``, ``size``: the caller's position among those that take part, and how many they are.
+    ``what``: what they do together, for messages. ``numbers``: how messages call them, if they are
+    not all ranks of the world.
     """
 
-    def __init__(self, store: dist.distributed_c10d.Store, rank: int, size: int, what: str) -> None:
+    def __init__(
+        self,
+        store: dist.distributed_c10d.Store,
+        rank: int,
+        size: int,
+        what: str,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.what = what
+        self._numbers = numbers or range(size)
         self._store = store
         self._process = Process.own()
         self._num_calls = 0
@@ -107,6 +121,22 @@ class StoreExchange:
             dist.get_rank(),
             dist.get_world_size(),
             what,
+        )
+
+    @classmethod
+    def of_members(cls, ranks: tuple[int, ...], what: str) -> StoreExchange:
+        """The same of some ranks. These make theirs in the same order."""
+        number = _numbers_of_members[ranks]
+        _numbers_of_members[ranks] += 1
+        return cls(
+            dist.distributed_c10d.PrefixStore(
+                f"shardwright/exchange{number}/{key_of(ranks)}",
+                dist.distributed_c10d._get_default_store(),
+            ),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            what,
+            ranks,
         )
 
     def broadcast_object(self, value: Any) -> Any:
@@ -173,8 +203,12 @@ class StoreExchange:
         else:
             self._ask(
                 lambda: self._store.set(f"alive/{self.rank}", text),
-                Wait(f"rank {self.rank} waits for the job's store"),
+                Wait(f"rank {self._number} waits for the job's store"),
             )
+
+    @property
+    def _number(self) -> int:
+        return self._numbers[self.rank]
 
     def _next_key(self) -> str:
         self._num_calls += 1
@@ -184,7 +218,7 @@ class StoreExchange:
         text = json.dumps(value)
         self._ask(
             lambda: self._store.set(key, text),
-            Wait(f"rank {self.rank} waits for the job's store: {self.what}"),
+            Wait(f"rank {self._number} waits for the job's store: {self.what}"),
         )
 
     def _forget(self, keys: Sequence[str]) -> None:
@@ -192,14 +226,14 @@ class StoreExchange:
             for key in keys:
                 self._store.delete_key(key)
 
-        self._ask(delete, Wait(f"rank {self.rank} waits for the job's store: {self.what}"))
+        self._ask(delete, Wait(f"rank {self._number} waits for the job's store: {self.what}"))
 
     def _read(self, key: str, src: int) -> Any:
         """What rank ``src`` puts under a key, once it is there."""
         # Asking again and again: the store's own wait has a timeout, which torch logs, and does not
         # see Ctrl-C.
         wait, looked_s, process = (
-            Wait(f"rank {self.rank} waits for rank {src}: {self.what}"),
+            Wait(f"rank {self._number} waits for rank {self._numbers[src]}: {self.what}"),
             0.0,
             None,
         )
@@ -212,7 +246,7 @@ class StoreExchange:
                     if self._ask(lambda: self._store.check([key]), wait):
                         break  # told before it ended
                     raise self._given_up(wait, src, process)
-            if not wait.pause(f"; {described(src, process)}"):
+            if not wait.pause(f"; {described(self._numbers[src], process)}"):
                 raise self._given_up(wait, src, process)
         return json.loads(self._ask(lambda: self._store.get(key), wait))
 
@@ -221,7 +255,8 @@ class StoreExchange:
         has left.
         """
         if self._store.check([f"left/{rank}"]):
-            raise rebuilt(json.loads(self._store.get(f"left/{rank}")), self.what, rank, self.size)
+            left = json.loads(self._store.get(f"left/{rank}"))
+            raise rebuilt(left, self.what, self._numbers[rank], self.size)
         if not self._store.check([f"alive/{rank}"]):
             return None, None
         sign = self._store.get(f"alive/{rank}").decode()
@@ -239,7 +274,7 @@ class StoreExchange:
         return done
 
     def _ask(self, question: Callable[[], Answer], wait: Wait) -> Answer:
-        return answered(question, wait, self.rank, self.what)
+        return answered(question, wait, self._number, self.what)
 
     def _given_up(self, wait: Wait, src: int, process: Process | None) -> DistributedError:
         more = (
@@ -247,11 +282,12 @@ class StoreExchange:
             if process and process.state() == "is stopped"
             else ""
         )
+        missed = self._numbers[src]
         return DistributedError(
-            f"{self.what}: rank {self.rank} has waited {wait.waited_s:.0f} s for rank {src}, "
+            f"{self.what}: rank {self._number} has waited {wait.waited_s:.0f} s for rank {missed}, "
             "and nothing has come",
-            why=described(src, process),
-            hint=f"look for the first error of rank {src}{more}; {LIMIT_HINT}",
+            why=described(missed, process),
+            hint=f"look for the first error of rank {missed}{more}; {LIMIT_HINT}",
         )
 
 

@@ -290,8 +290,7 @@ class DistributedWorld(World):
 
     def _new_group(self, ranks: Sequence[int], *, among_members: bool = False) -> Any:
         """A process group with our time limit. The default one serves all ranks where its limit is
-        ours. ``among_members``: torch names the group by its ranks then, not by how many groups
-        this rank has made, and so a rank that is no member need not count it.
+        ours. ``among_members``: other ranks need not call this, see [Note: Names of groups].
         """
         limit = timeout()
         if (
@@ -309,14 +308,17 @@ class DistributedWorld(World):
                 use_local_synchronization=among_members,
             )
             try:
+                if among_members and len(ranks) > 1:
+                    _be_in_as_many_groups(tuple(ranks))
                 if self.device.type != "cpu":  # the current device belongs to this thread
                     return make()
                 # Torch keeps to the limit itself, unless the store stands still.
                 return in_time(
                     make, Wait(f"rank {self.rank}: {desc} is being made", 2 * limit.total_seconds())
                 )
-            except (RuntimeError, OutOfTimeError) as error:
-                others = [rank for rank in range(self.size) if rank != self.rank]
+            except (RuntimeError, OutOfTimeError, DistributedError) as error:
+                expected = ranks if among_members else range(self.size)
+                others = [rank for rank in expected if rank != self.rank]
                 raise collective_failed(
                     "new_group", "world", self.rank, others, None, error, self._states(others)
                 ) from error
@@ -358,6 +360,25 @@ class DistributedWorld(World):
         if self._exchange is None:
             self._exchange = StoreExchange.of_process_group("a checkpoint")
         return self._exchange
+
+
+# [Note: Names of groups] Members of a process group find each other under its name. Torch names a
+# group that its members alone make by their ranks and by how many groups the calling rank is in.
+# That number may differ: of the stages of a pipeline only two are in the group of a shared
+# embedding. Members with two numbers would wait for each other under two names, so those that are
+# in fewer groups first enter some of one rank, which cost next to nothing.
+
+
+def _be_in_as_many_groups(ranks: tuple[int, ...]) -> None:
+    """Let all of ``ranks`` be in as many process groups. Collective among them."""
+
+    def num_groups() -> int:
+        return len(dist.distributed_c10d._world.pg_names)
+
+    exchange = StoreExchange.of_members(ranks, f"making the process group of {in_words(ranks)}")
+    most = max(exchange.all_gather_object(num_groups()))
+    while num_groups() < most:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 class _Current(threading.local):

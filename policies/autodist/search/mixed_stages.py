@@ -38,6 +38,11 @@ AUDITS = 2
 NEAR = 1.01
 """How much longer than the best of them others may be predicted to take."""
 
+ABOVE_SCHEDULE = 1.05
+"""How much longer the formula that stages are cut by may say a step takes than its schedule does:
+the formula lets every stage wait for the slowest.
+"""
+
 USEFUL = 1e-3
 """A second placement is added if, block by block, it can take that share less than the first."""
 
@@ -71,7 +76,10 @@ class MixedStages:
             if self.state.is_late():
                 break
             below = min(
-                [cut_request.below_s, *(NEAR * candidate.modelled_s for candidate in tried)]
+                [
+                    ABOVE_SCHEDULE * cut_request.below_s,
+                    *(NEAR * candidate.modelled_s for candidate in tried),
+                ]
             )
             candidate = self.state.cut(
                 replace(cut_request, placements=placements, below_s=below), self.space.memory_bytes

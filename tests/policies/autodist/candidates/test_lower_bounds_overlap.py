@@ -136,7 +136,8 @@ def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(
             and HIDDEN not in proof
         )
     elif chunks == 1:
-        assert beside.best.step_s <= after.best.step_s and HIDDEN in proof
+        # Added up in another order, the same seconds may be rounded otherwise.
+        assert beside.best.step_s <= (1 + 1e-12) * after.best.step_s and HIDDEN in proof
     else:
         assert beside.best.step_s < after.best.step_s and HIDDEN in proof
 

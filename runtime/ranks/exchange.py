@@ -125,7 +125,7 @@ class StoreExchange:
 
     @classmethod
     def of_members(cls, ranks: tuple[int, ...], what: str) -> StoreExchange:
-        """The same of some ranks. These make theirs in the same order."""
+        """Through the same store, of some ranks only, which make theirs in the same order."""
         number = _numbers_of_members[ranks]
         _numbers_of_members[ranks] += 1
         return cls(

@@ -24,7 +24,7 @@ along the dims that it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -51,7 +51,7 @@ from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.product_steps import in_steps
 from shardwright.policies.splits import inner_axes, split_dims, split_of
 from shardwright.policies.tensor_modes import AXES, Mode, fitting_sizes
-from shardwright.policies.weight_operands import PRODUCTS, weight_sources, weights_of
+from shardwright.policies.weight_operands import PRODUCTS, Sources, weight_sources, weights_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -238,12 +238,14 @@ def _split_2d(builder: PlanBuilder) -> None:
         split_dims(builder, axis, batch_classes(builder.graph))
     for body in builder.graph.bodies:
         columns = _column_classes(builder, body, builder.mesh.axis_size("c"))
+        sources = weight_sources(body)
         splits: dict[str, Strategy] = {}
         for op in body.ops:
-            if op.target not in PRODUCTS or not _weights(op, body):
+            weights = weights_of(op, sources) if op.target in PRODUCTS else []
+            if not weights:
                 split = split_of(op, body, columns, _size(builder, "c"), builder.pieces(op))
             else:
-                split = _split_product(builder, op, body, "c", columns)
+                split = _split_product(builder, op, body, "c", columns, weights)
             if split is not None:
                 splits[op.name] = split
         _add(builder, body, "c", splits)
@@ -251,13 +253,17 @@ def _split_2d(builder: PlanBuilder) -> None:
 
 
 def _split_product(
-    builder: PlanBuilder, op: IROp, body: IRGraph, axis: str, columns: Set[int]
+    builder: PlanBuilder,
+    op: IROp,
+    body: IRGraph,
+    axis: str,
+    columns: Set[int],
+    weights: Sequence[int],
 ) -> Strategy | None:
     """The strategy that splits the outputs of a product with weights: the rows of a vocabulary, or
     the columns of the result.
     """
     assert op.rule is not None and body.dims is not None
-    weights = _weights(op, body)
     found = []
     for factor in op.rule.factors:
         index = body.dims.factors.get((op.name, factor.name))
@@ -289,17 +295,18 @@ def _split_3d(builder: PlanBuilder) -> None:
         rows = classes_in(body, builder.graph, batch)
         splits: dict[str, dict[str, Strategy]] = {"j": {}, "k": {}}
         columns = {axis: _column_classes(builder, body, _size(builder, axis)) for axis in splits}
-        sides = _sides(builder, body)
+        sources = weight_sources(body)
+        sides = _sides(builder, body, sources)
         for op in body.ops:
             # After a linear, rows and columns have changed places, so the next one finds its input
             # as the last one left it, without moving anything (Bian et al., "Maximizing Parallelism
             # in Distributed Training for Huge Neural Networks", 2021).
             row_axis, column_axis = ("j", "k") if sides[op.name] == 0 else ("k", "j")
-            weights = _weights(op, body) if op.target in PRODUCTS else []
+            weights = weights_of(op, sources) if op.target in PRODUCTS else []
             if weights and not _has_chosen_rows(op):
                 if op.target == "embedding":
                     # Rows of a vocabulary lie as the head has them, columns as the next linear.
-                    found = _split_table(builder, op, body, row_axis, column_axis, columns)
+                    found = _split_table(builder, op, body, row_axis, column_axis, columns, weights)
                 else:
                     found = _split_linear(
                         builder, op, body, row_axis, column_axis, columns, weights
@@ -310,7 +317,7 @@ def _split_3d(builder: PlanBuilder) -> None:
                 continue
             for axis, classes in ((row_axis, rows), (column_axis, columns[column_axis])):
                 if weights and axis == column_axis:
-                    chosen = _split_product(builder, op, body, axis, columns[axis])
+                    chosen = _split_product(builder, op, body, axis, columns[axis], weights)
                 else:
                     chosen = split_of(op, body, classes, _size(builder, axis), builder.pieces(op))
                 if chosen is not None:
@@ -321,7 +328,7 @@ def _split_3d(builder: PlanBuilder) -> None:
     _store_weights(builder, {"i", "j", "k"})
 
 
-def _sides(builder: PlanBuilder, body: IRGraph) -> dict[str, int]:
+def _sides(builder: PlanBuilder, body: IRGraph, sources: Sources) -> dict[str, int]:
     """The side of an exchange of ``j`` and ``k`` on which each operator lies: 0 or 1.
 
     A linear is on the side of its input, and its result on the other one. Where values of both
@@ -333,7 +340,7 @@ def _sides(builder: PlanBuilder, body: IRGraph) -> dict[str, int]:
     side_of: dict[str, int] = {}
     found: dict[str, int] = {}
     for op in body.ops:
-        weights = _weights(op, body) if op.target in PRODUCTS else []
+        weights = weights_of(op, sources) if op.target in PRODUCTS else []
         known = [
             (_elements(v), side_of[v.name])
             for i, v in enumerate(op.operands)
@@ -366,7 +373,7 @@ def _split_linear(
     n_axis: str,
     k_axis: str,
     columns: Mapping[str, Set[int]],
-    weights: list[int],
+    weights: Sequence[int],
 ) -> dict[str, Strategy]:
     """The strategies of a linear: its outputs over one axis, its summed dim over the other one."""
     assert op.rule is not None and body.dims is not None
@@ -392,6 +399,7 @@ def _split_table(
     row_axis: str,
     column_axis: str,
     columns: Mapping[str, Set[int]],
+    weights: Sequence[int],
 ) -> dict[str, Strategy]:
     """The strategies of a lookup: the rows of a vocabulary over one axis, columns over the other
     one.
@@ -408,7 +416,7 @@ def _split_table(
             continue
         if not in_result and index not in vocabularies:
             continue
-        in_weight = any(has_factor(op.rule.operands[i], factor.name) for i in _weights(op, body))
+        in_weight = any(has_factor(op.rule.operands[i], factor.name) for i in weights)
         if in_weight and axis not in found:
             found[axis] = f"split:{factor.name}"
     return found
@@ -425,11 +433,11 @@ def _column_classes(builder: PlanBuilder, body: IRGraph, num_pieces: int) -> set
     graph = builder.graph
     assert graph.dims is not None
     chosen, found = choose_dims(graph, num_pieces), set[int]()
-    batch = batch_classes(graph)
+    batch, sources = batch_classes(graph), weight_sources(graph)
     for op in graph.ops:
         if op.target not in PRODUCTS:
             continue
-        for i in _weights(op, graph):
+        for i in weights_of(op, sources):
             if op.operands[i].ndim < 2:
                 continue
             for classes in graph.dims.values[op.operands[i].name]:
@@ -454,11 +462,11 @@ def _store_weights(builder: PlanBuilder, further: Set[str]) -> None:
     which it is gathered.
     """
     graph, mesh = builder.graph, builder.mesh
-    stored: set[str] = set()
+    sources, stored = weight_sources(graph), set[str]()
     for op in graph.ops:
         if op.target not in PRODUCTS:
             continue
-        for i in _weights(op, graph):
+        for i in weights_of(op, sources):
             value = op.operands[i]
             if value.kind is not ValueKind.PARAMETER or value.ndim < 2 or value.name in stored:
                 continue
@@ -479,10 +487,11 @@ def gathers_in_mode(graph: IRGraph, *, again: bool) -> dict[str, str]:
     since forward: only choices that differ from the default.
     """
     found: dict[str, str] = {}
+    sources = weight_sources(graph)
     for op in graph.ops:
         if op.target not in PRODUCTS or op.target == "embedding":
             continue
-        weights = _weights(op, graph)
+        weights = weights_of(op, sources)
         for i, value in enumerate(op.operands):
             if not weights or not value.dtype.is_floating_point:
                 continue
@@ -501,10 +510,6 @@ def _has_chosen_rows(op: IROp) -> bool:
     """
     assert op.rule is not None
     return op.rule.densities is not None
-
-
-def _weights(op: IROp, graph: IRGraph) -> list[int]:
-    return weights_of(op, weight_sources(graph))
 
 
 def _can(builder: PlanBuilder, op: IROp, axis: str, factor: str) -> bool:

@@ -79,6 +79,15 @@ from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
 
+_WITHOUT_SYNC = "with optimizer.no_sync(): around all backward passes of a step but the last"
+_AT_THE_OPTIMIZER = {
+    "no_sync": _WITHOUT_SYNC,
+    "set_requires_gradient_sync": _WITHOUT_SYNC,
+    "clip_grad_norm_": "optimizer.clip_gnorm(max_norm), or torch.nn.utils.clip_grad_norm_ of "
+    "module.parameters()",
+}
+"""What to call instead of methods of DDP and FSDP modules: reductions belong to the optimizer."""
+
 
 class _ArgumentsFitError(Exception):
     """Ends a call that only checks its arguments."""
@@ -199,7 +208,8 @@ class ParallelModule(DeclaredModule):
                 f"the parallel module {type(self).__name__!r} has no attribute {name!r}",
                 why="it has the forward, the parameters and the buffers of the original module, "
                 "not its other attributes",
-                hint="read it from the original; methods of the original that call forward, such "
+                hint=_AT_THE_OPTIMIZER.get(name)
+                or "read it from the original; methods of the original that call forward, such "
                 "as generate(), run this "
                 "module after original.forward = parallel",
             )

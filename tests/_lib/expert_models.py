@@ -175,6 +175,14 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax": ("MiniMax", {**SIX_LOCAL, "num_local_experts": 4, "head_dim": 4, "block_size": 4}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **LATENT, "num_key_value_heads": 4, "num_layers": 2, "ffn_hidden_size": 12,
+            "expert_ffn_hidden_size": 8, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3,
+            "head_dim": 4, "qk_head_dim": 8,
+        },
+    ),
     "dots1": ("Dots1", {**GROUPED, "head_dim": 4, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 """What is special of each family: the prefix of its classes, and fields of its config."""

@@ -138,7 +138,7 @@ SETTINGS: Mapping[str, Settings] = {
     "llava_next": _PINPOINTS,
     "llava_next_video": _PINPOINTS,
     "llava_onevision": _PINPOINTS,
-    "longcat_flash": {"qk_head_dim": 16},
+    "longcat_flash": {"qk_head_dim": 16, "zero_expert_num": 4},
     "lw_detr": {
         "backbone_config.out_features": ["stage1", "stage2"],
         "projector_scale_factors": [1.0],

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.ops.stand_ins import combine, dispatch, grouped_linear
+from shardwright.runtime.errors import TraceError
 
 Forward = Callable[..., Tensor]
 
@@ -69,6 +70,51 @@ def _nllb(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return _each_apart(module, x, chosen, weights, dropped)
 
 
+def _longcat(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The last ``zero_expert_num`` experts have no matrices: they return their tokens as they are.
+
+    A choice of such an expert becomes one of an expert with matrices, with the weight 0, so that
+    every token has ``top_k`` rows; what it returns is added behind.
+    """
+    num_experts, top_k = module.num_routed_experts, chosen.shape[-1]
+    if num_experts < top_k:
+        raise TraceError(
+            f"a token of a {type(module).__name__} chooses {top_k} experts, and {num_experts} have "
+            "matrices",
+            hint="n_routed_experts of at least moe_topk",
+        )
+    returned = chosen >= num_experts
+    rows, gains, routing = dispatch(
+        x,
+        _elsewhere(chosen, returned, num_experts),
+        weights.masked_fill(returned, 0.0),
+        num_experts=num_experts,
+    )
+    # [total_experts, 2 * inner, hidden]: what it has for experts without matrices is never read.
+    matrices = module.gate_up_proj[:num_experts]
+    gate, up = grouped_linear(rows, matrices, routing, autocast=True).chunk(2, dim=-1)
+    rows = module.act_fn(gate) * up
+    rows = grouped_linear(rows, module.down_proj, routing, autocast=True)
+    y = combine((rows * gains.unsqueeze(-1)).to(x.dtype), routing)
+    share = weights.masked_fill(~returned, 0.0).sum(-1, keepdim=True)
+    return y + (x * share).to(x.dtype)
+
+
+def _elsewhere(chosen: Tensor, left_out: Tensor, num_experts: int) -> Tensor:
+    """Choices of which those that are ``left_out`` name experts that their token has not chosen, as
+    the choices of a token differ.
+
+    A token that chose (5, 8, 9) of 8 experts, 8 and 9 left out, gets (5, 6, 7): they are counted on
+    from its first choice, so that not all tokens get the same ones.
+    """
+    experts = torch.arange(num_experts, device=chosen.device)
+    behind = (experts - chosen[:, :1]) % num_experts  # [tokens, experts]
+    taken = (chosen.unsqueeze(-1) == experts).sum(1)
+    spare = (behind + taken * num_experts).argsort(dim=-1)
+    place = (left_out.cumsum(-1) - 1).clamp(min=0)
+    return torch.where(left_out, spare.gather(1, place), chosen)
+
+
 def _each_apart(
     module: Any, x: Tensor, chosen: Tensor, weights: Tensor, after: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -110,6 +156,10 @@ LOOPS: dict[str, tuple[str, Forward]] = {
     f"{_MODELS}.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts": (
         "hidden_states, selected_experts, routing_weights",
         _switch,
+    ),
+    f"{_MODELS}.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": (
+        "hidden_states, top_k_index, top_k_weights",
+        _longcat,
     ),
     f"{_MODELS}.nllb_moe.modeling_nllb_moe.NllbMoeExperts": (
         "hidden_states, router_mask, router_probs",

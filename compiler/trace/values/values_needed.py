@@ -28,7 +28,8 @@ _ANY_SIZE = (
     "keep all elements, and give those that do not count the weight 0 or torch.where(mask, x, 0)"
 )
 _FIRST = (
-    "mark first occurrences with a mask over all elements, or find them before the model is called"
+    "mark first occurrences with a mask over all elements, or find them before the model is "
+    "called; a loop over the experts that tokens chose: see shardwright.experts"
 )
 _COUNT = "F.one_hot(x, n).sum(0) counts n values"
 

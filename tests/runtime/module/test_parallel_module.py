@@ -434,6 +434,8 @@ def test_what_the_original_had_besides_tensors(whole_files):
         "as generate(), run this module "
         "after original.forward = parallel"
     )
+    with pytest.raises(AttributeError, match=r"try:   with optimizer\.no_sync\(\): around all "):
+        module.no_sync  # noqa: B018
     assert not hasattr(module, "config") and module.norm.weight is module.head.weight
     with pytest.raises(AttributeError) as error:
         module.layers[0].in_features  # noqa: B018

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.errors import CollectiveError
 from shardwright.runtime.ranks.hub import in_words
+from shardwright.runtime.ranks.late import Waiting
 from shardwright.runtime.waiting import LIMIT_HINT
 
 GENERATED = "shardwright_generated_"
@@ -126,12 +127,11 @@ def collective_failed(
 
 def collective_waits(
     collective: str, axis: str, rank: int, others: Iterable[int], x: Tensor | None
-) -> str:
+) -> Waiting:
     """Who waits in which collective and for what, as long as it goes well."""
-    where = _where(x)
-    return f"rank {rank} waits in {collective} over {axis} with {in_words(sorted(others))}" + (
-        f", {where}" if where else ""
-    )
+    call, where = f"{collective} over {axis}", _where(x)
+    text = f"rank {rank} waits in {call} with {in_words(sorted(others))}"
+    return Waiting(call, f"{text}, {where}" if where else text)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,9 @@ After a slice without a result :meth:`Late.look` asks two questions of the store
     rank 0 waits in all_reduce over tp with rank 1, next to 'down.bias', gencode0.py:47: y =
     all_reduce(x, tp), for 30 s so far; rank 1 has not come to it: rank 1 (process 4711 on node3) is
     stopped
+
+  Where ranks have not made the same calls, a member waits in another collective of the same ranks;
+  then its own words follow, here and in the error.
 """
 
 from __future__ import annotations
@@ -41,17 +44,27 @@ class Failure:
     is_over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A collective that a rank waits in. ``call``: the same on all members, ``"all_reduce over
+    tp"``; ``text``: who waits in it for what.
+    """
+
+    call: str
+    text: str
+
+
 class Members(Protocol):
     """What the store of the job knows of the members of a group."""
 
     def failures(self, ranks: Sequence[int]) -> Mapping[int, Failure]:
         """The errors of ranks that have failed, also of those that have gone on since."""
 
-    def say_waiting(self, group: str, number: int) -> None:
-        """Tell the others in which collective of a group this rank is."""
+    def say_waiting(self, group: str, number: int, waiting: Waiting) -> None:
+        """Tell the others that this rank waits in the ``number``-th collective of a group."""
 
-    def waiting(self, ranks: Sequence[int], group: str, number: int) -> set[int]:
-        """The ranks that have said that they wait in the same collective."""
+    def waiting(self, ranks: Sequence[int], group: str, number: int) -> Mapping[int, Waiting]:
+        """What the ranks have said that wait in the ``number``-th collective of a group."""
 
     def states(self, ranks: Sequence[int]) -> str:
         """What the ranks do now, in words."""
@@ -68,7 +81,8 @@ def key_of(ranks: Sequence[int]) -> str:
 
 class Late:
     """One collective without a result. ``number``: how many its group had begun with it. ``what``:
-    who waits in it for what.
+    who waits in it for what. ``elsewhere``: in which other collectives members wait, if that has
+    been found out.
     """
 
     def __init__(
@@ -77,8 +91,9 @@ class Late:
         rank: int,
         ranks: Sequence[int],
         number: int,
-        what: Callable[[], str],
+        what: Callable[[], Waiting],
     ) -> None:
+        self.elsewhere = ""
         self._members = members
         self._others = [other for other in ranks if other != rank]
         self._group = key_of(ranks)
@@ -104,18 +119,24 @@ class Late:
             raise Left(f"{in_words(left)} will not come to it")
         if not self._has_told and waited_s >= self._notice_s / 4:
             self._has_told = True
-            self._members.say_waiting(self._group, self._number)
+            self._members.say_waiting(self._group, self._number, self._what())
         if not self._has_said and waited_s >= self._notice_s:
             self._has_said = True
-            logger.warning(
-                "%s, for %.0f s so far; %s", self._what(), waited_s, self._who_is_missed(failures)
-            )
+            mine = self._what()
+            missed = self._who_is_missed(failures, mine.call)
+            logger.warning("%s, for %.0f s so far; %s", mine.text, waited_s, missed)
 
-    def _who_is_missed(self, failures: Mapping[int, Failure]) -> str:
+    def _who_is_missed(self, failures: Mapping[int, Failure], call: str) -> str:
         there = self._members.waiting(self._others, self._group, self._number)
         missing = [rank for rank in self._others if rank not in there]
         if not missing:
-            return "all of them are in it"
+            # Each rank counts the collectives of a group: of the same number, but another one.
+            self.elsewhere = "; ".join(
+                f"{waiting.text}: another collective"
+                for waiting in there.values()
+                if waiting.call != call
+            )
+            return self.elsewhere or "all of them are in it"
         verb = "has" if len(missing) == 1 else "have"
         # Who has failed explains why the rest is late.
         failed = [rank for rank in missing if rank in failures]

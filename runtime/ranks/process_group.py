@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.failures import first_line
-from shardwright.runtime.ranks.late import SLICE, Late, Left, Members
+from shardwright.runtime.ranks.late import SLICE, Late, Left, Members, Waiting
 from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
 from shardwright.runtime.ranks.transport import ReduceOp, Work
 
@@ -81,6 +81,16 @@ def _let_go() -> None:
 Peers = Callable[[], str]
 
 
+def _end(work: Any, note: str) -> None:
+    """Raise what a collective has failed with, if it has. ``note``: to add to it, in words."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if not note:
+            raise
+        raise RuntimeError(f"{first_line(error)}; {note}") from error
+
+
 class ProcessGroupTransport:
     """See ``Transport``. ``device``: where the tensors
     of this rank are.
@@ -112,7 +122,7 @@ class ProcessGroupTransport:
         """Drop the process group; nothing can be sent after that."""
         self.__dict__.pop("process_group", None)
 
-    def finish(self, work: Work, what: Callable[[], str]) -> None:
+    def finish(self, work: Work, what: Callable[[], Waiting]) -> None:
         """See ``Transport``."""
         is_one = isinstance(work, dist.Work)
         if self._members is not None and self._device.type == "cpu":
@@ -122,9 +132,9 @@ class ProcessGroupTransport:
                 return
         work.wait()
 
-    def _await(self, work: Any, number: int, what: Callable[[], str]) -> None:
+    def _await(self, work: Any, number: int, what: Callable[[], Waiting]) -> None:
         """Wait for a collective of gloo, and look how the others are while nothing comes."""
-        late = None
+        late: Late | None = None
         # Slice by slice: gloo itself would wait without a look at the others.
         while True:
             try:
@@ -132,7 +142,7 @@ class ProcessGroupTransport:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises what it has failed with, if it has
+                    _end(work, "" if late is None else late.elsewhere)
                     return
             if late is None:
                 assert self._members is not None

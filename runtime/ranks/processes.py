@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from shardwright.runtime.errors import DistributedError, ShardwrightError
-from shardwright.runtime.ranks.late import Failure
+from shardwright.runtime.ranks.late import Failure, Waiting
 from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout_s
 
 Answer = TypeVar("Answer")
@@ -114,13 +114,14 @@ class Roll:
         """The ranks that have failed, as far as the store tells."""
         return self._quickly(lambda: self._failed(ranks)) or {}
 
-    def say_waiting(self, group: str, number: int) -> None:
+    def say_waiting(self, group: str, number: int, waiting: Waiting) -> None:
         """Tell others that this rank is in a collective: the ``number``-th of a group."""
-        self._quickly(lambda: self._store.set(f"waits{self._rank}", json.dumps([group, number])))
+        text = json.dumps([group, number, waiting.call, waiting.text])
+        self._quickly(lambda: self._store.set(f"waits{self._rank}", text))
 
-    def waiting(self, ranks: Sequence[int], group: str, number: int) -> set[int]:
-        """The ranks that have said so of the same collective."""
-        return self._quickly(lambda: self._waiting(ranks, [group, number])) or set()
+    def waiting(self, ranks: Sequence[int], group: str, number: int) -> dict[int, Waiting]:
+        """What the ranks have said that are in the ``number``-th collective of a group."""
+        return self._quickly(lambda: self._waiting(ranks, [group, number])) or {}
 
     def states(self, ranks: Sequence[int]) -> str:
         """How other ranks are, in words: those first that are gone, stopped, or have failed
@@ -165,9 +166,10 @@ class Roll:
         there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"failed{rank}"])]
         return {rank: Failure(*json.loads(self._store.get(f"failed{rank}"))) for rank in there}
 
-    def _waiting(self, ranks: Sequence[int], where: list[str | int]) -> set[int]:
-        told = {rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"waits{rank}"])}
-        return {rank for rank in told if json.loads(self._store.get(f"waits{rank}")) == where}
+    def _waiting(self, ranks: Sequence[int], where: list[str | int]) -> dict[int, Waiting]:
+        there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"waits{rank}"])]
+        told = {rank: json.loads(self._store.get(f"waits{rank}")) for rank in there}
+        return {rank: Waiting(*words[2:]) for rank, words in told.items() if words[:2] == where}
 
     def _quickly(self, question: Callable[[], Answer]) -> Answer | None:
         """The store's answer, ``None`` if it has none: it may be as gone as the rank that is

@@ -32,6 +32,7 @@ from torch import Tensor
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.ranks.hub import Combine, Hub, Meeting, RankAbortedError, in_words
+from shardwright.runtime.ranks.late import Waiting
 from shardwright.runtime.ranks.messages import MessageTransport, Sending
 from shardwright.runtime.ranks.transport import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.turns import PATIENCE_S
@@ -147,7 +148,7 @@ class ThreadTransport:
     def barrier(self) -> None:
         self._meet("barrier()", None, lambda given: None)
 
-    def finish(self, work: Work, what: Callable[[], str]) -> None:
+    def finish(self, work: Work, what: Callable[[], Waiting]) -> None:
         work.wait()  # the hub says who waits for whom
 
     def peers(self) -> str:

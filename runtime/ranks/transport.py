@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from shardwright.runtime.ranks.late import Waiting
+
 ReduceOp = Literal["sum", "avg", "max", "min"]
 """How an all-reduce combines. ``"avg"`` is for floating dtypes."""
 
@@ -29,8 +31,8 @@ class Transport(Protocol):
     that returns ``None`` is complete already.
     """
 
-    def finish(self, work: Work, what: Callable[[], str]) -> None:
-        """Wait for a collective under way. ``what`` makes the text of who waits in it and for what,
+    def finish(self, work: Work, what: Callable[[], Waiting]) -> None:
+        """Wait for a collective under way. ``what`` says who waits in it and for what,
         if that takes long.
         """
 

@@ -15,9 +15,10 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
-from shardwright.runtime.checkpoint.holdings import Holding, Holdings
+from shardwright.runtime.checkpoint.holdings import Holdings
 from shardwright.runtime.checkpoint.merge_files import checked_index, write_model_files
 from shardwright.runtime.checkpoint.optimizer_state import listed
+from shardwright.runtime.checkpoint.stacked_experts import Part, parts_of
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError, brief, brief_text
 from shardwright.runtime.json_text import parse_json
@@ -98,7 +99,9 @@ def load_pretrained(
     own elements. Collective.
 
     ``rename``: what the folder calls a tensor, given its name in the module; a tensor for which it
-    returns ``None`` stays what it is. Tied tensors may be there under any of their names.
+    returns ``None`` stays what it is. Tied tensors may be there under any of their names. Experts
+    that the folder has one by one (``experts.0.gate_proj.weight``) are read into the tensor that
+    stacks them; ``rename`` is asked for each of them, too.
     ``ignore``: whether something that the folder has more, given its name, is left alone. ``file``:
     the name of the one file that folders of other kinds have.
 
@@ -111,6 +114,10 @@ def load_pretrained(
         with together(world):
             where = files_of(directory, files, file)
             shapes = {one: files.shapes(one) for one in sorted(set(where.values()))}
+
+            def shape_of(name: str) -> tuple[int, ...] | None:
+                return shapes[where[name]].get(name) if name in where else None
+
             # What this rank holds, under the names of the folder.
             found, problems, known = [], [], set()
             for holding in holdings.tensors:
@@ -122,14 +129,21 @@ def load_pretrained(
                 # A tied parameter is stored under one of its names; which one is up to the writer.
                 name = next((name for name in names if name in where), None)
                 if name is None:
-                    problems.append(f"{names[0]!r} is missing")
-                elif shapes[where[name]].get(name) != holding.shape:
+                    parts = parts_of(
+                        holding.names[0], holding.shape, rename or (lambda name: name), shape_of
+                    )
+                    if parts is None:
+                        problems.append(f"{names[0]!r} is missing")
+                    else:
+                        known |= {part.name for part in parts}
+                        found += [(holding, part) for part in parts]
+                elif shape_of(name) != holding.shape:
                     problems.append(
-                        f"{name!r} is {list(shapes[where[name]].get(name, ()))} there and "
+                        f"{name!r} is {list(shape_of(name) or ())} there and "
                         f"{list(holding.shape)} here"
                     )
                 else:
-                    found.append((holding, where[name], name))
+                    found.append((holding, Part(name, Region.whole(holding.shape))))
             _refuse(directory, holdings, problems)
         # A tensor is left over only if no rank has a use for it, as stages hold different parts.
         unknown = [
@@ -146,18 +160,15 @@ def load_pretrained(
             ],
         )
         with together(world):
-            for holding, in_file, name in found:
-                _copy(holding, files, in_file, name)
+            for holding, part in found:
+                view = files.view(where[part.name], part.name).view(part.region.shape)
+                copy_shared(holding.tensor, holding.region, view, part.region)
 
 
 def folder_names(directory: Path) -> frozenset[str]:
     """The names of the tensors in a transformers folder. Raises as :func:`load_pretrained`."""
     with MappedFiles(directory) as files:
         return frozenset(files_of(directory, files))
-
-
-def _copy(holding: Holding, files: MappedFiles, file: str, name: str) -> None:
-    copy_shared(holding.tensor, holding.region, files.view(file, name), Region.whole(holding.shape))
 
 
 def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:

@@ -27,7 +27,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import (
@@ -43,6 +42,7 @@ from shardwright.runtime.pieces import (
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingPieces, PendingWholes
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def all_gather(
@@ -260,7 +260,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(x, axis, dim, cut, "forward")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.reduce:
             piece = _scatter_sum(grad, ctx.axis, ctx.dim, ctx.cut, "backward")
@@ -276,7 +276,7 @@ class _Narrow(torch.autograd.Function):
         return _slice(x, axis, dim, cut)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gather:
             whole = _gather(grad, ctx.axis, ctx.dim, ctx.cut, "backward")
@@ -292,7 +292,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _scatter_sum(x, axis, dim, cut, "forward")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _gather(grad, ctx.axis, ctx.dim, ctx.cut, "backward"), None, None, None
 
@@ -304,7 +304,7 @@ class _AllReduce(torch.autograd.Function):
         return axis.communicator.all_reduce(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (
             ctx.axis.communicator.all_reduce(grad, phase="backward") if ctx.reduce else grad,
@@ -320,7 +320,7 @@ class _GradAllReduce(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.axis.communicator.all_reduce(grad, phase="backward"), None
 
@@ -334,7 +334,7 @@ class _KeepOne(torch.autograd.Function):
         return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _keep(grad, ctx.axis) if ctx.keep else grad, None, None
 
@@ -346,7 +346,7 @@ class _GradKeepOne(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _keep(grad, ctx.axis), None
 
@@ -358,7 +358,7 @@ class _Pad(torch.autograd.Function):
         return _pad_zeros(x, axis, dim, cut)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _slice(grad, ctx.axis, ctx.dim, ctx.cut), None, None, None
 
@@ -372,7 +372,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, axis, dim, cut, to_dim, to_cut, "forward")
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, cut, to_dim, to_cut = ctx.cuts
         return (

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.second_derivatives import differentiable_once
 
 Finish = Callable[[], Sequence[Tensor]]
 """A function that waits for a message, and returns what it brought."""
@@ -103,7 +103,7 @@ class _Leave(Function):
         return next(itertools.compress(tensors, ctx.real), tensors[0]).new_zeros(())
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         back = iter(ctx.flight.arrived())
         return None, *(next(back) if one else None for one in ctx.real)
@@ -118,7 +118,7 @@ class _Arrive(Function):
         return came
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flight: Flight = ctx.flight
         flight.finish = flight.back(list(itertools.compress(grads, ctx.real)), "backward")

@@ -37,7 +37,6 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -55,6 +54,7 @@ from shardwright.runtime.layout import Cut
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.failures import concerning, name_of
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +470,7 @@ class _Gather(torch.autograd.Function):
         return tuple(move(_Batch(pieces, step)))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         step, needed = ctx.step, ctx.needs_input_grad[3:]
         # Of several steps only the last one's sum stays in this dtype: autograd rounds what it

@@ -37,7 +37,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.adapters import (
     Gathering,
@@ -53,6 +52,7 @@ from shardwright.runtime.pieces import put_piece, take_piece, whole_cut
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import PlaceOnAxis
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class _InPieces(torch.autograd.Function):
         return loop.forward(tensors)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         loop: _Loop = ctx.loop
         tensors = ctx.saved_tensors

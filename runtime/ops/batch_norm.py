@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.ops.axes import Axes, accumulation_dtype, communicating, sum_over
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def batch_norm(
@@ -99,7 +99,7 @@ class _BatchNorm(torch.autograd.Function):
         return result.to(input.dtype), mean, var
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, scale = ctx.saved_tensors
         ndim = input.ndim

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.adapters import all_reduce
 from shardwright.runtime.ops.axes import (
@@ -25,6 +24,7 @@ from shardwright.runtime.ops.axes import (
 )
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.softmax import exponentials, log_softmax
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def cross_entropy(
@@ -297,7 +297,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return torch.where(valid, rows, 0.0), row_weights
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         softmax, index, here, valid, a, slope, weight = ctx.saved_tensors
         dim = ctx.dim

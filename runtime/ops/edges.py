@@ -20,11 +20,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.axes import Axes
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.second_derivatives import differentiable_once
 from shardwright.runtime.windows import Edge, Hop, Reading, Spans, Window, common, hops, length
 
 EdgeWords = tuple[int, int | tuple[int, int], int | tuple[int, int], tuple[Any, ...], Axes]
@@ -180,7 +180,7 @@ class _Read(torch.autograd.Function):
         return torch.cat(parts, dim) if parts else x.new_empty(_with(x.shape, dim, 0))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, hop = ctx.axis, ctx.dim, ctx.hop
         me = axis.index

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.axes import (
     Axes,
@@ -19,6 +18,7 @@ from shardwright.runtime.ops.axes import (
     communicating,
     sum_over,
 )
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def group_norm(
@@ -73,7 +73,7 @@ class _Normalised(torch.autograd.Function):
         return centred.mul_(scale)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, mean, scale = ctx.saved_tensors
         normalised = (input.to(mean.dtype) - mean).mul_(scale)

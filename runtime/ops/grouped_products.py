@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.routing import Routing, checked_routing
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def grouped_linear(
@@ -111,7 +111,7 @@ class _GroupedProduct(torch.autograd.Function):
         return _by_expert(rows, matrices, ends, in_one=ctx.in_one)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrices, ends = ctx.saved_tensors
         grad = grad.contiguous()

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.axes import (
     Axes,
@@ -24,6 +23,7 @@ from shardwright.runtime.ops.axes import (
     communicating,
     sum_over,
 )
+from shardwright.runtime.second_derivatives import differentiable_once
 
 # Those that are asked what autocast makes of their input.
 _layer_norm = partial(F.layer_norm, normalized_shape=(1,))
@@ -112,7 +112,7 @@ class _Norm(torch.autograd.Function):
         return result.to(input.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, scale = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]

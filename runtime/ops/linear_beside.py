@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.flights import Flight, flight_of
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 def linear_beside(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class _Beside(torch.autograd.Function):
             return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.axes import Axes, accumulation_dtype, communicating, sum_over
 from shardwright.runtime.ops.cross_entropy import cross_entropy, row_weights_of
+from shardwright.runtime.second_derivatives import differentiable_once
 
 RowsOf = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """The loss of each row, from inputs, weight, bias and targets."""
@@ -108,7 +108,7 @@ class _Chunked(torch.autograd.Function):
         return torch.cat([rows_of(x, matrix, bias, labels) for x, labels in chunks])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, matrix, bias, target = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]

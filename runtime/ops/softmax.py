@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.ops.axes import (
     Axes,
@@ -23,6 +22,7 @@ from shardwright.runtime.ops.axes import (
     max_over,
     sum_over,
 )
+from shardwright.runtime.second_derivatives import differentiable_once
 
 # Those that are asked what autocast makes of their input.
 _softmax = partial(F.softmax, dim=0)
@@ -86,7 +86,7 @@ class _Softmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (result,) = ctx.saved_tensors
         wide = accumulation_dtype(grad.dtype)
@@ -108,7 +108,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (result,) = ctx.saved_tensors
         wide = accumulation_dtype(grad.dtype)
@@ -128,7 +128,7 @@ class _LogSumExp(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, result = ctx.saved_tensors
         return grad * (input - result).exp(), None, None

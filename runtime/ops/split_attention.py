@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.marks import Marks, Seen
 from shardwright.runtime.ops.attention_blocks import (
@@ -50,6 +49,7 @@ from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
 from shardwright.runtime.runs import Run
+from shardwright.runtime.second_derivatives import differentiable_once
 from shardwright.runtime.visible_keys import (
     all_keys,
     earlier_keys,
@@ -304,7 +304,7 @@ class _SplitAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, sinks, out, lse, *kept = ctx.saved_tensors
         attention, kernel = ctx.attention, ctx.kernel

@@ -20,12 +20,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.flights import Finish, Flight, arrive, leave
 from shardwright.runtime.ops.routing import Leg
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.second_derivatives import differentiable_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class _Moved(torch.autograd.Function):
         return came
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = iter(ctx.flight.back(list(itertools.compress(grads, ctx.real)), "backward")())
         return None, *(next(back) if one else None for one in ctx.real)

@@ -185,17 +185,6 @@ def test_outputs_alias_neither_inputs_nor_other_ranks():
         torch.testing.assert_close(decode(outputs, target), value)
 
 
-def test_double_backward_is_refused():
-    def on_rank(rank):
-        x = torch.ones(2, requires_grad=True)
-        y = adapters.all_reduce(x, axis_of(2), backward="all_reduce").pow(2).sum()
-        (grad,) = torch.autograd.grad(y, x, create_graph=True)
-        grad.sum().backward()
-
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        run_ranks(2, on_rank)
-
-
 def test_communication_is_counted_per_phase():
     def on_rank(rank):
         axis = axis_of(2)

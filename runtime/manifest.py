@@ -255,6 +255,12 @@ def read_file(directory: Path, name: str) -> bytes:
             why=f"{MANIFEST_FILE} lists it",
             hint="copy the whole directory to this node, or compile again with reuse='override'",
         ) from None
+    except OSError as error:
+        raise LoadError(
+            f"{directory / name} cannot be read",
+            why=error.strerror,
+            hint="compile again with reuse='override'",
+        ) from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -326,6 +326,8 @@ class Index:
                 why=f"there is no {path.name}",
                 hint="the save did not finish",
             ) from None
+        except OSError as error:
+            raise _damaged(path, f"it cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
         if stored != actual:

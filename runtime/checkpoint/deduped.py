@@ -23,6 +23,7 @@ from shardwright.runtime.checkpoint.merged import is_plan
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
+    check_options,
     group_names,
     listed,
     state_dict_for,
@@ -139,6 +140,7 @@ def load_deduped_state_dict(
         optimizer.load_state_dict(
             state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings))
         )
+        check_options(optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,12 @@ def find_folder(directory: Path) -> Path:
             hint="pass the directory that save_checkpoint was called with, or one of the folders "
             "in it",
         ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / LATEST_FILE} cannot be read",
+            why=error.strerror,
+            hint=f"load a checkpoint by its own path, {directory / '...'}",
+        ) from error
     folder = directory / name
     if not _NAME.fullmatch(name) or not (folder / INDEX_FILE).exists():
         others = ", ".join(path.name for path in complete_folders(directory)) or "none"

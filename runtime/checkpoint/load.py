@@ -35,6 +35,7 @@ from shardwright.runtime.checkpoint.loader_state import give_states
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
+    check_options,
     group_members,
     group_names,
     listed,
@@ -288,6 +289,8 @@ class _Restored:
         elif self.optimizer is not None:
             with taking("the optimizer"):
                 self.optimizer.load_state_dict(self.state_dict)
+        if self.optimizer is not None:
+            check_options(self.optimizer)
         with taking("a module with an extra state"):
             self.holdings.load_extra_states(self.extra_states)
         self.holdings.load_random_states(self.random)

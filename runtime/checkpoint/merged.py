@@ -19,6 +19,7 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     PARAM_NAMES,
     NamedState,
     StateDict,
+    check_options,
     group_members,
     group_names,
     listed,
@@ -114,6 +115,7 @@ def load_merged_state_dicts(
     holdings.load_random_states(getattr(module_state_dict, "_metadata", {}).get(RANDOM, {}))
     if optimizer is not None and own_state is not None:
         optimizer.load_state_dict(own_state)
+        check_options(optimizer)
 
 
 class _RankState:

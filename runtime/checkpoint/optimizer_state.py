@@ -184,6 +184,25 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
     return NamedState.of(optimizer.state_dict(), group_names(optimizer, holdings))
 
 
+def check_options(optimizer: Optimizer) -> None:
+    """Refuse the state of an optimizer of another class, once it has been loaded.
+
+    ``torch.optim`` takes the options of any: SGD would miss its ``momentum`` in the next step.
+    Those that came with later versions of torch, a class adds by itself while it loads.
+
+    Raises :class:`CheckpointError` naming the options that a group lacks.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        missing = [name for name in optimizer.defaults if name not in group]
+        if missing:
+            raise CheckpointError(
+                "the saved state is that of another optimizer",
+                why=f"group {number} has no {', '.join(map(repr, missing))} in it",
+                hint="load into the class that was saved, or leave out optimizer=, which then "
+                "starts afresh",
+            )
+
+
 def state_dict_for(
     optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None
 ) -> StateDict:

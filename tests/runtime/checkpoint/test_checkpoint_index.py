@@ -13,6 +13,7 @@ from shardwright.runtime.checkpoint.checkpoint_index import (
     PieceRecord,
     TensorRecord,
 )
+from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region
@@ -71,6 +72,16 @@ def test_damage(tmp_path, damage, message):
     path.write_text(damage(path.read_text()))
     with pytest.raises(CheckpointError, match=message):
         Index.read(path)
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    """What the system says of a file that cannot be read comes in words, too."""
+    (tmp_path / "index.json").mkdir()
+    (tmp_path / "other" / "LATEST").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="it cannot be read: Is a directory"):
+        Index.read(tmp_path / "index.json")
+    with pytest.raises(CheckpointError, match="LATEST cannot be read\n  why:   Is a directory"):
+        find_folder(tmp_path / "other")
 
 
 EMPTY = {"shape": [0], "dtype": "float32", "pieces": []}

@@ -1,5 +1,6 @@
 """Checkpoints on disk: from any plan into any other, and what a folder holds."""
 
+import copy
 import json
 from collections import Counter
 
@@ -328,6 +329,25 @@ def test_tied_here_and_apart_there(tmp_path):
     shardwright.save_checkpoint(tmp_path, tied)
     shardwright.load_checkpoint(tmp_path, apart)
     assert torch.equal(apart.a.bias, torch.zeros(2)) and torch.equal(apart.extra, torch.zeros(2))
+
+
+def test_the_state_of_another_optimizer(tmp_path):
+    """torch takes it, and the next step would miss an option."""
+    net = Net()
+    adamw = torch.optim.AdamW(net.parameters())
+    shardwright.save_checkpoint(tmp_path, net, adamw)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    before = copy.deepcopy(sgd.state_dict())
+    with pytest.raises(
+        CheckpointError,
+        match="is that of another optimizer\n  why:   group 0 has no 'momentum', 'dampening' in it",
+    ):
+        shardwright.load_checkpoint(tmp_path, net, sgd)
+    assert sgd.state_dict() == before
+    # Options that came with later versions of torch are no reason: the class adds them.
+    older = adamw.state_dict()
+    del older["param_groups"][0]["fused"], older["param_groups"][0]["decoupled_weight_decay"]
+    shardwright.load_merged_state_dicts(net, net.state_dict(), adamw, older)
 
 
 def test_what_was_not_saved_is_not_loaded(tmp_path):

@@ -11,13 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwright.compiler.trace.calls.fake_forms import GROUPED_PRODUCTS
 from shardwright.runtime.structure import flatten, map_leaves
 
 
 class CannotRunError(Exception):
     """A forward that looks at values, which are not there."""
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Runs products of groups in the form that fake tensors take in every dtype."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return GROUPED_PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def count_flops(module: nn.Module, example: Mapping[str, Any]) -> float:
@@ -48,7 +59,7 @@ def _differentiated(
     if name is not None:
         arguments[name].requires_grad_()
     try:
-        with mode:
+        with mode, _GroupedProducts():
             result = _without_values(module, mode)(**arguments)
             loss = next(leaf for leaf in flatten(result).values() if isinstance(leaf, Tensor))
             loss.backward()  # type: ignore[no-untyped-call]

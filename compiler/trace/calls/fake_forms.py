@@ -94,8 +94,11 @@ FAKE_FORMS: dict[Any, Callable[..., Any]] = {
 gradient.
 """
 
-FAKE_FORMS |= {
+GROUPED_PRODUCTS: dict[Any, Callable[..., Any]] = {
     getattr(home, name): _grouped_mm
     for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
     if hasattr(home, name)
 }
+"""What runs in the place of products of groups: one product of as many operations."""
+
+FAKE_FORMS |= GROUPED_PRODUCTS

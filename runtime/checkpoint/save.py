@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import math
 import operator
 import sys
 import threading
-import time
 import weakref
 from dataclasses import replace
 from functools import reduce
@@ -49,6 +49,7 @@ from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.snapshot import Snapshot, take_snapshot, tensor_file
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
 from shardwright.runtime.errors import CheckpointError, ConfigError, brief
+from shardwright.runtime.ranks.processes import Process
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.swap import write_file, writing
 from shardwright.runtime.waiting import LIMIT_HINT, Wait
@@ -127,6 +128,8 @@ class CheckpointSave:
         """All of it in the background."""
         _pending[self._world] = self
         _unfinished.add(self)
+        # Before anything is written, so that rank 0 knows of every process that may end meanwhile.
+        self.give_sign()
         # Both threads begin here: an interpreter that is about to end starts none.
         self._beat = _Beat(self)
         # No daemon: a process does not end before its files are written. What is waited for has a
@@ -176,10 +179,17 @@ class CheckpointSave:
 
     @property
     def alive_file(self) -> Path | None:
-        """What this rank touches while it saves in the background; nothing on rank 0, which looks
-        at those of others.
+        """The file of this rank that says which process saves in the background; none on rank 0,
+        which looks at those of others.
         """
         return self.folder / _alive_file(self._world.rank) if self._world.rank else None
+
+    def give_sign(self) -> None:
+        """Write into that file which process saves. Its time of change tells that it lives."""
+        if self.alive_file is not None:
+            # The save itself will say what is wrong with the disk.
+            with contextlib.suppress(OSError):
+                self.alive_file.write_text(json.dumps(Process.own().to_json()))
 
     def _write_own(self) -> None:
         assert self._snapshot is not None
@@ -206,10 +216,13 @@ class CheckpointSave:
         waiting = set(range(self._world.size))
         # How long each rank has given no sign of life.
         silences = {rank: Wait("") for rank in waiting}
+        processes: dict[int, Process] = {}
         wait = Wait(
             f"rank 0 waits for the parts of other ranks of the checkpoint {self.folder}", math.inf
         )
         while True:
+            # First who is gone: what a rank has written before that is there when it is looked for.
+            gone = {rank for rank in waiting if self._is_gone(rank, processes)}
             # A rank that failed says so in a file.
             failed = next(
                 (rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None
@@ -222,6 +235,13 @@ class CheckpointSave:
             waiting -= {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
             if not waiting:
                 return
+            if gone & waiting:
+                lost = min(gone & waiting)
+                raise CheckpointError(
+                    f"{self.folder} is incomplete",
+                    why=f"rank {lost} ({processes[lost]}) is gone, and its part is missing",
+                    hint=f"look for the first error of rank {lost}",
+                )
             pause_s = wait.pause_s
             wait.pause(f"; those of ranks {sorted(waiting)} are missing")
             # A large part takes long; a rank that writes beats meanwhile.
@@ -237,6 +257,17 @@ class CheckpointSave:
                     hint="see whether their processes have ended; the directory must be on a file "
                     "system that all ranks share; " + LIMIT_HINT,
                 )
+
+    def _is_gone(self, rank: int, processes: dict[int, Process]) -> bool:
+        """Whether the process of another rank is seen to have ended. ``processes``: what is known
+        of them, to be added to.
+        """
+        if rank and rank not in processes:
+            # There is no such file yet, or it is being written.
+            with contextlib.suppress(OSError, ValueError):
+                text = (self.folder / _alive_file(rank)).read_text()
+                processes[rank] = Process.from_json(json.loads(text))
+        return rank in processes and processes[rank].state() == "is gone"
 
     def _commit(self) -> None:
         """Join the ranks' parts into the index, and make the folder current."""
@@ -360,7 +391,7 @@ def _say_all_at_exit() -> None:
 
 
 class _Beat:
-    """Touches a file again and again while a save is under way, so that other ranks see that this
+    """Writes a file again and again while a save is under way, so that other ranks see that this
     process lives; and says on stderr what the process waits for when it could end otherwise.
     """
 
@@ -380,10 +411,7 @@ class _Beat:
     def _run(self) -> None:
         has_said = False
         while not self._done.wait(_BEAT_S):
-            if self._save.alive_file is not None:
-                # The save itself will say what is wrong with the disk.
-                with contextlib.suppress(OSError):
-                    self._save.alive_file.write_text(str(time.monotonic_ns()))
+            self._save.give_sign()
             if not has_said and not threading.main_thread().is_alive():
                 has_said = True
                 print(

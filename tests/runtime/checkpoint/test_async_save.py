@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import checkpoints as c
 import pytest
@@ -14,6 +15,7 @@ import shardwright
 from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.checkpoint import snapshot
 from shardwright.runtime.errors import CheckpointError, FileError
+from shardwright.runtime.ranks.processes import Process
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.waiting import Wait
@@ -107,9 +109,22 @@ def test_errors_surface(tmp_path, monkeypatch, when):
     assert shardwright.read_checkpoint(tmp_path).step == 3
 
 
-def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
-    """Where the directory is not shared, or a rank is gone, rank 0 gives up in words."""
-    monkeypatch.setattr(saving, "Wait", lambda what, limit_s=0.2: Wait(what, limit_s))
+@pytest.mark.parametrize(
+    ("is_seen_to_be_gone", "why"),
+    [
+        (False, r"for 0.2 s there was no sign of life of ranks \[1\]"),
+        (True, r"rank 1 \(process \d+ on .*\) is gone, and its part is missing"),
+    ],
+)
+def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch, is_seen_to_be_gone, why):
+    """Where the directory is not shared, or a rank is gone, rank 0 gives up in words; at once where
+    it can see that the process has ended.
+    """
+    if is_seen_to_be_gone:
+        ended = replace(Process.own(), started=0)
+        monkeypatch.setattr(saving.Process, "own", lambda: ended)
+    else:
+        monkeypatch.setattr(saving, "Wait", lambda what, limit_s=0.2: Wait(what, limit_s))
 
     def rank():
         trainer = c.trainer("mlp", ("tp", 2, 2))
@@ -118,8 +133,7 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
         current_world().barrier()
         save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
         for _ in range(2):  # who asks again is told the same, on all ranks
-            text = r"is incomplete\n  why:   for 0.2 s there was no sign of life of ranks \[1\]"
-            with pytest.raises(CheckpointError, match=text):
+            with pytest.raises(CheckpointError, match=rf"is incomplete\n  why:   {why}"):
                 save.wait()
         return True
 

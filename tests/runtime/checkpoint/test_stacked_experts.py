@@ -59,7 +59,8 @@ def folder_of(name: str, folder: Path) -> nn.Module:
         *(
             pytest.param(name, marks=slow)
             for name in ("qwen3_moe", "deepseek_v3", "glm4_moe", "jamba", "nemotron_h", "lfm2_moe",
-                         "ernie4_5_moe", "phimoe", "minimax", "olmoe", "dots1", "gpt_oss")
+                         "ernie4_5_moe", "phimoe", "minimax", "olmoe", "dots1", "gpt_oss",
+                         "longcat_flash")
         ),
     ],
 )  # fmt: skip

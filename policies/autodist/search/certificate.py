@@ -56,7 +56,6 @@ def raise_bounds(state: SearchState) -> None:
             waiting.append((bound_s, [result.bounded[title]], None))
         else:
             rest.append(bound_s)
-    state.clock.reserve(0.0)  # this is what was kept
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
     until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
@@ -90,6 +89,10 @@ def raise_bounds(state: SearchState) -> None:
         if candidate is None:
             # The bound may be that of many cuts that were never made.
             title = cut_requests[0].title
+            if raised_s == float("inf"):  # no split of this placement fits
+                del result.bounds[title], result.bounded[title]
+                result.unbounded.append(title)
+                continue
             result.bounds[title] = max(bound_s, raised_s)
             enough_s = min(enough_s, result.bounds[title])
             continue

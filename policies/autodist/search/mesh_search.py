@@ -66,6 +66,11 @@ SURE_SHARES = (0.93, 1.0)
 out some per cent of what programs take. The second share counts where the first is too little.
 """
 
+WITHIN_REACH = 1.1
+"""Where time is scarce a schedule that took more than that many times the best plan's step with one
+placement is not tried with another one on the same mesh.
+"""
+
 NUM_VARIED = 3
 """How many of the best plans each time have their placements tried with more stages on a position.
 """
@@ -87,9 +92,11 @@ class MeshSearch:
         self.left: deque[PipelineMesh] = deque()
         self.placed: list[PlacedMesh] = []
         self._num_tried = 0  # meshes
+        self._num_waiting = 0  # of the placed ones, to be tried after the one that is
         self._num_first = 0  # of the placed ones, tried before others were placed
         # Whether the limit is short for a model of this size; None before the first placement.
         self._is_short: bool | None = None
+        self._untried: list[PlacedMesh] = []  # that may have the best plan, as time was over
         self._made: list[tuple[PlacedMesh, PlacedModel]] = []  # what meshes were tried with
         self._varied: list[tuple[int, int, Plan]] = []  # what was tried with more stages
 
@@ -316,6 +323,12 @@ class MeshSearch:
                         self._try_mesh(placed_mesh)
                     self._num_tried += 1
                     waiting.remove(placed_mesh)
+                    self._num_waiting = sum(
+                        other.bound_s < self.state.best_s() for other in waiting
+                    )
+                    # An answer, and how long audits take, before the others use up the time.
+                    if self._is_scarce() and not self.result.audited:
+                        self.audits.audit_promising(most=1)
                     if hurries:
                         hurried.append(placed_mesh)
                         break
@@ -334,6 +347,7 @@ class MeshSearch:
         words = f"every plan on it takes at least {amount(placed_mesh.bound_s, 's')}"
         if placed_mesh.bound_s < self.state.best_s():
             self.result.unanswered[_title(placed_mesh)] = placed_mesh.bound_s
+            self._untried.append(placed_mesh)
             words = f"there was no time to try it further; {words}"
         self.result.refused[_title(placed_mesh)] = words
 
@@ -346,6 +360,8 @@ class MeshSearch:
         title = mesh_title(number, placed_mesh.mesh, pp_place)
         # Placements that were cut: another request may give the same.
         seen: list[Plan] = []
+        named_schedules = self.state.named_schedules(number)
+        steps_s: dict[NamedSchedule, float] = {}  # the best so far
         for request in self._requests(placed_mesh):
             placed = placed_mesh.fastest
             if request is not None:
@@ -367,11 +383,23 @@ class MeshSearch:
                 return
             lowered = self.state.lowered(placed, ranks)
             without_schedule = NamedSchedule("", 1)
+            cut_request = CutRequest(title, (lowered,), number, without_schedule, pp_place)
+            tried = self._try_these(cut_request, named_schedules)
             # It fits without computing anything again: further placements only save memory.
-            if self._try_schedules(
-                CutRequest(title, (lowered,), number, without_schedule, pp_place)
-            ):
+            if any(not candidate.plan.recompute for candidate in tried.values()):
                 return
+            before_s = min(steps_s.values(), default=float("inf"))
+            for named_schedule, candidate in tried.items():
+                known_s = steps_s.get(named_schedule, float("inf"))
+                steps_s[named_schedule] = min(known_s, candidate.step_s)
+            if self._is_scarce():
+                # Placements that have bettered nothing are followed by no further ones.
+                if before_s <= min(steps_s.values(), default=float("inf")) < float("inf"):
+                    return
+                within_s = WITHIN_REACH * self.state.best_s()
+                named_schedules = [
+                    each for each in named_schedules if steps_s.get(each, 0.0) <= within_s
+                ]
 
     def _as_placed(self, title: str, placed: PlacedModel) -> Candidate:
         """A plan as it is placed. Nothing predicts what it takes: its program will tell."""
@@ -399,13 +427,11 @@ class MeshSearch:
             elif request is placed_mesh.further[-1]:
                 yield replace(request, hurried=True)
 
-    def _try_schedules(self, cut_request: CutRequest) -> bool:
-        """Cut for all schedules. Returns whether one of them fits with nothing computed again."""
-        return self._try_these(cut_request, self.state.named_schedules(cut_request.num_positions))
-
-    def _try_these(self, cut_request: CutRequest, named_schedules: Sequence[NamedSchedule]) -> bool:
-        """Cut for these schedules. Returns whether one of them fits with nothing computed again."""
-        fits = False
+    def _try_these(
+        self, cut_request: CutRequest, named_schedules: Sequence[NamedSchedule]
+    ) -> dict[NamedSchedule, Candidate]:
+        """Cut for these schedules. Returns what there is of those that fit."""
+        found: dict[NamedSchedule, Candidate] = {}
         for named_schedule in named_schedules:
             if self._may_end(LAST_SHARE):
                 self.state.end_by_time()
@@ -417,8 +443,8 @@ class MeshSearch:
                 # A cut may be the same as one of another schedule.
                 if not self._is_known(candidate):
                     self.result.others.append(candidate)
-                fits = fits or not candidate.plan.recompute
-        return fits
+                found[named_schedule] = candidate
+        return found
 
     def _try_one_schedule(self, placed_mesh: PlacedMesh) -> bool:
         """Cut the fastest placement for the first schedule, with so little memory that it is most
@@ -449,6 +475,12 @@ class MeshSearch:
         is_over = self.clock.spent() > share and not self.state.may_try()
         return is_over and (has_some or (self._num_tried > 0 and self.clock.is_over))
 
+    def _is_scarce(self) -> bool:
+        """Whether the time left is too short to try every mesh that waits, as long as others
+        took.
+        """
+        return self.clock.spent(self._num_waiting * self.clock.longest_s(TRIED)) >= 1.0
+
     def _hurries(self) -> bool:
         """Whether there is time for little more than one plan that fits, and none yet."""
         return bool(self._is_short or self.clock.spent() > LAST_SHARE) and not self.result.audited
@@ -468,6 +500,24 @@ class MeshSearch:
         return any(
             candidate.title == other.title and candidate.plan == other.plan for other in known
         )
+
+    def bound_untried(self) -> None:
+        """Bound pipelines of meshes that there was no time to try by schedule, as those are that
+        were tried: such bounds can be raised.
+        """
+        for placed_mesh in sorted(self._untried, key=lambda placed_mesh: placed_mesh.bound_s):
+            number, title = placed_mesh.num_positions, _title(placed_mesh)
+            named_schedules = self.state.named_schedules(number)
+            is_beaten = placed_mesh.bound_s >= self.state.best_s()
+            if number == 1 or not named_schedules or is_beaten or self.clock.left_s <= 0.0:
+                continue
+            ranks = position_ranks(placed_mesh.mesh, number, placed_mesh.pp_place)[0]
+            lowered = self.state.lowered(placed_mesh.fastest, ranks)
+            del self.result.unanswered[title]
+            for each in named_schedules:
+                name = scheduled_title(title, each)
+                cut_request = CutRequest(name, (lowered,), number, each, placed_mesh.pp_place)
+                self.result.bound(cut_request, placed_mesh.bound_s)
 
     def bound_unanswered(self) -> None:
         """Keep the bounds of meshes that were tried and left nothing that fits.

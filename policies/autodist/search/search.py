@@ -155,6 +155,8 @@ class Search:
         self.meshes.bound_unanswered()
         # Raising bounds takes time and may be interrupted; the answer stands.
         try:
+            self.clock.reserve(0.0)  # this is what was kept
+            self.meshes.bound_untried()
             raise_bounds(self.state)
         except KeyboardInterrupt:
             self.result.interrupted = INTERRUPT

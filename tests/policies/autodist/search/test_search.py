@@ -32,7 +32,11 @@ from shardwright.policies.autodist.autodist_policy import search as autodist_sea
 from shardwright.policies.autodist.autodist_policy import settled
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    MeshRequest,
+    PlacedMesh,
+    PlacedModel,
+)
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
@@ -42,6 +46,7 @@ from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
+from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
@@ -273,6 +278,16 @@ class Placings(Clock):
     @property
     def seconds(self) -> float:
         return float(self.num_placed)
+
+
+class Passing(Clock):
+    """A clock that a test sets."""
+
+    passed_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.passed_s
 
 
 @pytest.mark.parametrize(("limit_s", "begun"), [(12.0, 2), (4.0, 1), (100.0, 4)])
@@ -627,13 +642,6 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     """
     asked: list[tuple[str, bool, bool]] = []
 
-    class Passing(Clock):
-        passed_s = 0.0
-
-        @property
-        def seconds(self) -> float:
-            return self.passed_s
-
     clock = Passing(10.0)
 
     def no_better(self: object, cut_request: Any, enough_s: float, is_over: Any) -> float:
@@ -647,6 +655,29 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     staged = [candidate for candidate in found.tried if candidate.plan.stages]
     assert len({candidate.bound_s for candidate in staged}) > 1
     assert found.best is not None and asked == [(found.best.title, False, True)]
+
+
+def test_pipelines_that_there_was_no_time_to_try_are_bounded_by_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first mesh takes nearly all of the limit."""
+    clock, tried = Passing(10.0), MeshSearch._try_mesh
+
+    def slowly(meshes_of: MeshSearch, placed_mesh: PlacedMesh) -> None:
+        tried(meshes_of, placed_mesh)
+        clock.passed_s = 8.5
+
+    monkeypatch.setattr(MeshSearch, "_try_mesh", slowly)
+    pipelines = {1: meshes(1), 2: meshes(2), 4: []}
+    found = search(schedules=("1f1b", "zb_h1"), meshes=pipelines, clock=clock)
+    assert found.best is not None and found.best.title == "pp=2 x x=2, 1f1b"
+    assert found.interrupted is not None and not found.unanswered
+    # A schedule with a smaller bubble has a lower bound, which its plan is not below.
+    bounds_s = {each: found.bounds[f"pp=4, {each}"] for each in ("1f1b", "zb_h1")}
+    steps_s = {candidate.title: candidate.step_s for candidate in everything().tried}
+    assert bounds_s["zb_h1"] < bounds_s["1f1b"]
+    for each, bound_s in bounds_s.items():
+        assert 0.5 * steps_s[f"pp=4, {each}"] < bound_s <= steps_s[f"pp=4, {each}"]
 
 
 def test_an_interrupt_while_bounds_are_raised_leaves_the_answer(

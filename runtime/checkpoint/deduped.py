@@ -23,9 +23,9 @@ from shardwright.runtime.checkpoint.merged import is_plan
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
-    check_options,
     group_names,
     listed,
+    same_class,
     state_dict_for,
 )
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
@@ -137,10 +137,10 @@ def load_deduped_state_dict(
         part.refresh_copies()
     if optimizer is not None and named is not None:
         shared = _share_state(world, optimizer, holdings, named)
-        optimizer.load_state_dict(
-            state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings))
-        )
-        check_options(optimizer)
+        with same_class(optimizer):
+            optimizer.load_state_dict(
+                state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings))
+            )
 
 
 @dataclass(frozen=True, slots=True)

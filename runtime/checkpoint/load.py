@@ -35,10 +35,10 @@ from shardwright.runtime.checkpoint.loader_state import give_states
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
-    check_options,
     group_members,
     group_names,
     listed,
+    same_class,
     state_dict_for,
 )
 from shardwright.runtime.checkpoint.ordering import Groups
@@ -283,14 +283,12 @@ class _Restored:
 
     def give(self) -> None:
         """Load all of it but masters. Classes of the user may refuse theirs."""
-        if isinstance(self.optimizer, ParallelOptimizer):
-            with taking("the optimizer"):
-                self.optimizer.load_all_but_masters(self.state_dict)
-        elif self.optimizer is not None:
-            with taking("the optimizer"):
-                self.optimizer.load_state_dict(self.state_dict)
         if self.optimizer is not None:
-            check_options(self.optimizer)
+            with same_class(self.optimizer), taking("the optimizer"):
+                if isinstance(self.optimizer, ParallelOptimizer):
+                    self.optimizer.load_all_but_masters(self.state_dict)
+                else:
+                    self.optimizer.load_state_dict(self.state_dict)
         with taking("a module with an extra state"):
             self.holdings.load_extra_states(self.extra_states)
         self.holdings.load_random_states(self.random)

@@ -19,10 +19,10 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     PARAM_NAMES,
     NamedState,
     StateDict,
-    check_options,
     group_members,
     group_names,
     listed,
+    same_class,
     state_dict_for,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
@@ -114,8 +114,8 @@ def load_merged_state_dicts(
     holdings.load_extra_states(module_state_dict)
     holdings.load_random_states(getattr(module_state_dict, "_metadata", {}).get(RANDOM, {}))
     if optimizer is not None and own_state is not None:
-        optimizer.load_state_dict(own_state)
-        check_options(optimizer)
+        with same_class(optimizer):
+            optimizer.load_state_dict(own_state)
 
 
 class _RankState:

@@ -4,7 +4,8 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,16 +185,20 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
     return NamedState.of(optimizer.state_dict(), group_names(optimizer, holdings))
 
 
-def check_options(optimizer: Optimizer) -> None:
-    """Refuse the state of an optimizer of another class, once it has been loaded.
+@contextmanager
+def same_class(optimizer: Optimizer) -> Iterator[None]:
+    """Refuse the state of an optimizer of another class, which the block has loaded.
 
     ``torch.optim`` takes the options of any: SGD would miss its ``momentum`` in the next step.
     Those that came with later versions of torch, a class adds by itself while it loads.
 
-    Raises :class:`CheckpointError` naming the options that a group lacks.
+    Raises :class:`CheckpointError` naming the options that a group has lost.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        missing = [name for name in optimizer.defaults if name not in group]
+    # What is no default, a scheduler has added. Loading adds to the defaults, not to the groups.
+    before = [[name for name in optimizer.defaults if name in g] for g in optimizer.param_groups]
+    yield
+    for number, (names, group) in enumerate(zip(before, optimizer.param_groups, strict=False)):
+        missing = [name for name in names if name not in group]
         if missing:
             raise CheckpointError(
                 "the saved state is that of another optimizer",

@@ -117,9 +117,10 @@ def check_sequence(graph: IRGraph, degree: int, policy: str, named: Sequence[str
     if not classes:
         raise PlanError(
             f"policy {policy!r} finds no sequence to split",
-            why="this model has no attention and no integer input [batch, seq]; its dims are "
-            + ", ".join(names),
-            hint='name the dim of the positions, as in pas_config={"sequence": ["seq"]}',
+            why="this model has no attention over two positions or more, and no integer input "
+            f"[batch, seq] with as many; its dims are {', '.join(names)}",
+            hint='name the dim of the positions, as in pas_config={"sequence": ["seq"]}, or give '
+            "longer dummy arguments",
         )
     longest = max((dims.classes[index].size for index in classes), key=estimate)
     if estimate(longest) < degree:

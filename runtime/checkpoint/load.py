@@ -156,13 +156,17 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
             )
         else:
             found.append((holding, candidates[0]))
-    problems += [
-        f"the extra state {key!r} is missing"
-        for key in holdings.extra_states
-        if key not in index.extra_states
-    ]
+    missing = [key for key in holdings.extra_states if key not in index.extra_states]
+    problems += [f"the extra state {key!r} is missing" for key in missing]
     if problems:
-        raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
+        raise CheckpointError(
+            f"{folder} does not fit {holdings.class_name}",
+            why=listed(problems),
+            hint="a parallel module saves no extra states (get_extra_state) of its parts; to take "
+            "the tensors alone: load_state_dict(read_checkpoint(folder).module, strict=False)"
+            if missing
+            else None,
+        )
     return found
 
 

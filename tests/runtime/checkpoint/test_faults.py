@@ -320,6 +320,16 @@ def test_what_one_rank_refuses_no_rank_has_loaded(tmp_path):
     )
 
 
+def test_what_has_no_extra_state_there(tmp_path):
+    """As a parallel module has none of its parts. The way that is named takes the tensors."""
+    saved, net = torch.nn.Linear(2, 2), Stubborn(2, 2)
+    shardwright.save_checkpoint(tmp_path, saved)
+    with pytest.raises(CheckpointError, match="(?s)'_extra_state' is missing.*strict=False"):
+        shardwright.load_checkpoint(tmp_path, net)
+    net.load_state_dict(shardwright.read_checkpoint(tmp_path).module, strict=False)
+    torch.testing.assert_close(net.weight, saved.weight, rtol=0, atol=0)
+
+
 def test_names_that_meet_the_names_of_states(tmp_path):
     """Parameters ``w`` and ``w/exp_avg``: their states and weights have names of their own in every
     file.

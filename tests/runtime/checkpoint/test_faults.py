@@ -321,7 +321,7 @@ def test_what_one_rank_refuses_no_rank_has_loaded(tmp_path):
 
 
 def test_what_has_no_extra_state_there(tmp_path):
-    """As a parallel module has none of its parts. The way that is named takes the tensors."""
+    """A parallel module has none of its parts. The way that is named takes the tensors."""
     saved, net = torch.nn.Linear(2, 2), Stubborn(2, 2)
     shardwright.save_checkpoint(tmp_path, saved)
     with pytest.raises(CheckpointError, match="(?s)'_extra_state' is missing.*strict=False"):

@@ -513,11 +513,12 @@ class MeshSearch:
                 continue
             ranks = position_ranks(placed_mesh.mesh, number, placed_mesh.pp_place)[0]
             lowered = self.state.lowered(placed_mesh.fastest, ranks)
-            del self.result.unanswered[title]
             for each in named_schedules:
                 name = scheduled_title(title, each)
                 cut_request = CutRequest(name, (lowered,), number, each, placed_mesh.pp_place)
                 self.result.bound(cut_request, placed_mesh.bound_s)
+            # An interrupt before this leaves a bound too many, and none too few.
+            self.result.unanswered.pop(title, None)
 
     def bound_unanswered(self) -> None:
         """Keep the bounds of meshes that were tried and left nothing that fits.

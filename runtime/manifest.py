@@ -167,7 +167,7 @@ class Manifest:
                 "copy the directory to this node",
             ) from None
         except (ValueError, OSError) as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(path, getattr(error, "strerror", None) or str(error)) from error
         check_versions(path, data)
         # Old manifests have no digest of their own.
         written = data.pop("sha256", None)

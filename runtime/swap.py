@@ -62,6 +62,12 @@ def writing(what: str, path: Path, hint: str) -> Iterator[None]:
         yield
     except FileError:  # in words already
         raise
+    except IsADirectoryError as error:
+        raise FileError(
+            f"{what} cannot be written to {path}",
+            why=f"a file belongs where a folder is: {error.filename}",
+            hint="move the folder away, or " + hint,
+        ) from error
     except OSError as error:
         reason = error.strerror or str(error)
         why = reason if error.filename is None else f"{reason}: {error.filename}"

@@ -24,7 +24,12 @@ import torch
 
 from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Device, Hardware, Tier
 from shardwright.compiler.schedule.shared_cores import Sharing
-from shardwright.frontend.calibrate.effort import Effort, effort_for, expected_s
+from shardwright.frontend.calibrate.effort import (
+    Effort,
+    effort_for,
+    expected_s,
+    share_of_links,
+)
 from shardwright.frontend.calibrate.fit import (
     Points,
     fit_fetches,
@@ -84,7 +89,7 @@ def calibrate(
     _check_request(device_type, num_ranks)
     # All ranks of a job are watched by one terminal, which has room for the line of one.
     is_first = int(os.environ.get("RANK", "0")) == 0
-    with activity("calibrating") if is_first else contextlib.nullcontext():
+    with activity(_title(device_type, num_ranks, quick)) if is_first else contextlib.nullcontext():
         if in_job():
             measured = measure_in_job(measure_rank, device_type, quick)
         else:
@@ -101,6 +106,17 @@ def calibrate(
             "--ranks",
         )
     return hardware
+
+
+def _title(device_type: str, num_ranks: int | None, quick: bool) -> str:
+    """What is done, and about how long it takes."""
+    num_ranks = int(os.environ["WORLD_SIZE"]) if in_job() else num_ranks
+    num_tiers = 0 if (num_ranks or default_ranks(device_type)) == 1 else 1
+    if in_job() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        num_tiers = 2
+    return (
+        f"calibrating for about {expected_s(effort_for(device_type, quick=quick), num_tiers):.0f} s"
+    )
 
 
 def default_ranks(device_type: str) -> int:
@@ -124,14 +140,13 @@ def measure_until_certain(world: World, effort: Effort) -> dict[str, Any]:
     """Everything that is measured, and once more, up to :data:`REPEATS` times, what no fit comes
     near. Collective.
     """
-    tell(f"takes about {expected_s(effort, len(_tiers(world)[1])):.0f} s")
     found = measure(world, effort)
     for _ in range(REPEATS):
         parts = {doubt.part for doubt in doubts(describe(found))}
         if not parts:
             break
-        tell(f"again, as no fit comes near: {', '.join(sorted(parts))}")
         # Other work on the machine makes points slow, hardly ever twice the same ones.
+        tell(f"again, as no fit comes near: {', '.join(sorted(parts))}")
         again = measure(world, effort, parts)
         found |= again | {"seconds": found["seconds"] + again["seconds"]}
     return found
@@ -156,11 +171,13 @@ def measure(world: World, effort: Effort, only: Collection[str] | None = None) -
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)
     parts["overlap"] = lambda: measure_overlap(world, effort)
-    parts["links"] = lambda: measure_links(world, tiers, effort)
+    parts["links"] = lambda: measure_links(world, tiers, effort, share_of_others)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
     chosen = [name for name in parts if only is None or name in only]
+    num_others = len([name for name in chosen if name != "links"])
+    share_of_others = 1 - share_of_links(effort, len(tiers)) if num_others else 0.0
     for number, name in enumerate(chosen):
-        tell(TITLES[name], number / len(chosen))
+        tell(TITLES[name], share_of_others * number / max(num_others, 1))
         found[name] = parts[name]()
     return {**found, "seconds": time.perf_counter() - start}
 

@@ -86,8 +86,17 @@ def expected_s(effort: Effort, num_tiers: int) -> float:
         + 10 * len(effort.stream_bytes)
         + OTHER_POINTS
     )
+    return points * effort.point_s + _links_s(effort, num_tiers)
+
+
+def share_of_links(effort: Effort, num_tiers: int) -> float:
+    """The share of a calibration's time that collectives take."""
+    return _links_s(effort, num_tiers) / expected_s(effort, num_tiers)
+
+
+def _links_s(effort: Effort, num_tiers: int) -> float:
     messages = num_tiers * len(COLLECTIVES) * len(effort.message_bytes)
-    return points * effort.point_s + messages * (effort.point_s + WORK_BATCHES * effort.work_s)
+    return messages * (effort.point_s + WORK_BATCHES * effort.work_s)
 
 
 OTHER_POINTS = 50

@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwright.compiler.cost.machine.hardware import COLLECTIVES
 from shardwright.frontend.calibrate.effort import Effort
 from shardwright.frontend.calibrate.timing import synchronize
+from shardwright.runtime.activity import tell
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World
 
@@ -40,19 +41,27 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def measure_links(
-    world: World, tiers: Sequence[tuple[str, Sequence[Groups]]], effort: Effort
+    world: World,
+    tiers: Sequence[tuple[str, Sequence[Groups]]],
+    effort: Effort,
+    share_before: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Points ``{tier, kind, ranks, bytes, seconds}`` for every tier's lists of groups; groups of
     one list have one size. Of a tier's second list, its smaller groups, every other size is enough.
 
-    ``bytes`` counts as in ``collective_s``.
+    ``bytes`` counts as in ``collective_s``. ``share_before``: of the calibration that is done.
     """
     points = []
     work = Work(world, effort.work_s)
+    num_kinds, num_begun = len(COLLECTIVES) * sum(len(lists) for _, lists in tiers), 0
     for name, lists in tiers:
         for number, groups in enumerate(lists):
             communicator = world.partition(groups, name)
             for kind in COLLECTIVES:
+                # Most of the time goes here, so that each is told of.
+                share = share_before + (1 - share_before) * num_begun / num_kinds
+                tell(f"{kind} of {len(groups[0])} ranks, {name}", share)
+                num_begun += 1
                 for num_bytes in effort.message_bytes[:: number + 1]:
                     call, messages = _call(kind, communicator, num_bytes, world.device)
                     seconds = slowest(world, call, effort.point_s, work) / messages

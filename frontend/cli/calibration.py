@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.calibrate.calibrate import calibrate
 from shardwright.frontend.cli.commands import INTERRUPTED
+from shardwright.frontend.cli.progress_line import ProgressText
 from shardwright.frontend.report.plan_tables import new_table
+from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
@@ -29,8 +32,10 @@ def run_calibrate(options: argparse.Namespace) -> int:
         )
     check_target(out, "--out", "hardware.json")
     console = Console(markup=False, highlight=False)
+    shown = contextlib.nullcontext() if sys.stderr.isatty() else listening(ProgressText())
     try:
-        hardware = calibrate(options.device, options.ranks, quick=options.quick)
+        with shown:
+            hardware = calibrate(options.device, options.ranks, quick=options.quick)
     except KeyboardInterrupt:
         print(f"interrupted: {out} was not written", file=sys.stderr)
         return INTERRUPTED

@@ -1,6 +1,8 @@
-"""A line on a terminal that says what a command is doing, and for how long it has."""
+"""What a command is doing: a line on a terminal, or lines of text where there is none."""
 
 from __future__ import annotations
+
+import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -56,3 +58,32 @@ class ProgressLine:
         elif self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class ProgressText:
+    """Prints what it hears on stderr, a line for each thing that is told: for commands that take
+    long wherever they run, such as one that measures a machine from a batch job.
+    """
+
+    def __init__(self) -> None:
+        self._titles: list[str] = []
+        self._said = ""
+
+    def begin(self, words: str) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        self._titles.append(words)
+        self._say(words)
+
+    def tell(self, words: str, share: float | None) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        if self._titles:  # else what is told is a part of nothing: another rank says it
+            self._say(f"{self._titles[-1]}: {words}")
+
+    def end(self) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        self._titles.pop()
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            print(text, file=sys.stderr, flush=True)

@@ -233,11 +233,12 @@ class Stored:
         missing = [
             name
             for name in (*map(code_file, range(manifest.plan_ngpus)), PLAN_FILE)
-            if not (directory / name).exists()
+            if not (directory / name).is_file()
         ]
         if missing:
+            path = directory / missing[0]
             problem = LoadError(
-                f"{directory / missing[0]} is missing",
+                f"{path} is a folder" if path.is_dir() else f"{path} is missing",
                 why=f"{MANIFEST_FILE} lists it",
                 hint="compile again with reuse='override', or copy the whole directory",
             )
@@ -258,7 +259,7 @@ class Stored:
         return (
             self.manifest is not None
             and self.manifest.files.get(name) == digest
-            and (self.directory / name).exists()
+            and (self.directory / name).is_file()
         )
 
 

@@ -48,7 +48,7 @@ from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.snapshot import Snapshot, take_snapshot, tensor_file
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
-from shardwright.runtime.errors import CheckpointError, ConfigError, brief
+from shardwright.runtime.errors import CheckpointError, ConfigError, FileError, brief
 from shardwright.runtime.ranks.processes import Process
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.swap import write_file, writing
@@ -196,12 +196,23 @@ class CheckpointSave:
         # The copy of the state is let go of as soon as this function is done.
         snapshot, self._snapshot = self._snapshot, None
         rank, files = self._world.rank, {}
-        with writing("a checkpoint", self.folder, WRITE_HINT):
-            if snapshot.sources:
-                name = tensor_file(rank)
-                files[name] = write_tensors(self.folder / name, snapshot.sources)
-            replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
-            sync_folder(self.folder)
+        try:
+            with writing("a checkpoint", self.folder, WRITE_HINT):
+                if snapshot.sources:
+                    name = tensor_file(rank)
+                    files[name] = write_tensors(self.folder / name, snapshot.sources)
+                replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
+                sync_folder(self.folder)
+        except FileError as error:
+            if self.folder.is_dir():
+                raise
+            # A rank that was stopped wakes up when the others have gone on without it.
+            raise CheckpointError(
+                f"{self.folder} was given up before rank {rank} had written its part",
+                why="the folder is gone: rank 0 deletes what it has waited for too long, and so "
+                "does the next job that saves here",
+                hint=f"see what has held up rank {rank}; the last checkpoint before it is whole",
+            ) from error
 
     def _tell_failure(self, error: Exception) -> None:
         try:

@@ -55,6 +55,10 @@ class Job:
     def num_ranks(self) -> int:
         return int(self.config["runtime_ngpus"])
 
+    @property
+    def num_microbatches(self) -> int:
+        return int(self.config["pas_config"]["num_microbatches"])
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -245,7 +249,7 @@ def _train(module: Any, folder: Path, job: Job, around: Callable[[int], Any]) ->
         with around(step):
             optimizer.zero_grad()
             if job.config.get("use_end2end"):
-                module.train_step([ARGUMENTS] * 2)
+                module.train_step([ARGUMENTS] * job.num_microbatches)
             else:
                 module(**ARGUMENTS).backward()
             optimizer.clip_gnorm(1.0)

@@ -477,6 +477,22 @@ def test_missing_and_damaged_files(tmp_path):
         "  try:   compile again with reuse='override', or copy the whole directory"
     )
     compile_net(tmp_path, reuse="moo")
+    (folder / "gencode1.py").unlink()
+    (folder / "gencode1.py").mkdir()
+    assert refusal(LoadError, lambda: compile_net(tmp_path)).startswith(
+        f"{folder / 'gencode1.py'} is a folder\n  why:   manifest.json lists it\n"
+    )
+    compile_net(tmp_path, reuse="moo")
+    lock = folder.with_name("_.lock")
+    lock.unlink()
+    lock.mkdir()
+    assert refusal(FileError, lambda: compile_net(tmp_path)) == (
+        f"generated files cannot be written to {folder}\n"
+        f"  why:   a file belongs where a folder is: {lock}\n"
+        "  try:   move the folder away, or another gen_savedir (--gen-savedir), or room and "
+        "permission to write there"
+    )
+    lock.rmdir()
     (folder / "manifest.json").write_text("{")
     assert refusal(LoadError, lambda: compile_net(tmp_path)).startswith(
         f"{folder / 'manifest.json'} is damaged\n"

@@ -67,6 +67,34 @@ JOBS = {
             "pas_config": {"num_microbatches": 2},
         },
     ),
+    "pp, 4 stages": Job(
+        "pp",
+        {
+            "plan_ngpus": 4,
+            "runtime_ngpus": 4,
+            "use_end2end": True,
+            "pas_config": {"num_microbatches": 6},
+        },
+    ),
+    "pp, interleaved": Job(
+        "pp",
+        {
+            "plan_ngpus": 2,
+            "runtime_ngpus": 2,
+            "use_end2end": True,
+            "pas_config": {"num_microbatches": 4, "schedule": "1f1b_interleaved", "chunks": 2},
+        },
+    ),
+    "pp x 2 units, ZeRO 1": Job(
+        "pp",
+        {
+            "plan_ngpus": 2,
+            "runtime_ngpus": 4,
+            "use_zero": 1,
+            "use_end2end": True,
+            "pas_config": {"num_microbatches": 4},
+        },
+    ),
 }
 LIMIT_S = 6.0
 LONGEST_S = 2.5

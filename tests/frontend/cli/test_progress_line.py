@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwright
 from shardwright.frontend.cli import main as command_line
-from shardwright.frontend.cli.progress_line import ProgressLine
+from shardwright.frontend.cli.progress_line import ProgressLine, ProgressText
 from shardwright.frontend.search_plan import PlanSearch
 from shardwright.runtime.activity import activity, listening, tell
 from shardwright.runtime.checkpoint.merge_files import merge_checkpoint
@@ -84,3 +84,18 @@ def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str])
     with command_line._progress(), activity("merging"):
         tell("a", 0.5)
     assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_terminal_some_commands_tell_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with listening(ProgressText()):
+        tell("of another rank")
+        with activity("calibrating for about 30 s"):
+            tell("memory", 0.1)
+            tell("memory", 0.2)
+            tell("all_reduce of 2 ranks, node", 0.5)
+    assert capsys.readouterr() == (
+        "",
+        "calibrating for about 30 s\n"
+        "calibrating for about 30 s: memory\n"
+        "calibrating for about 30 s: all_reduce of 2 ranks, node\n",
+    )

@@ -1,5 +1,6 @@
 """Saving in the background while training goes on."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,6 +145,18 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch, is_seen_to_be_gon
             original(self)
 
     assert c.on("mlp", ("tp", 2, 2), rank) == [True, True]
+
+
+def test_a_rank_that_wakes_up_when_its_save_was_given_up(tmp_path, gate):
+    save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
+    shutil.rmtree(save.folder)  # by rank 0, which has waited too long
+    gate.set()
+    with pytest.raises(CheckpointError) as error:
+        save.wait()
+    what, why, _ = str(error.value).split("\n")
+    assert what == f"{save.folder} was given up before rank 0 had written its part"
+    assert why.startswith("  why:   the folder is gone")
+    assert not save.folder.exists()
 
 
 def test_host_copies_do_not_change():

@@ -65,7 +65,7 @@ def test_rows_are_read(script: ModuleType) -> None:
             {"pp": 1, "tp": 2, "gpus": 4, "batch": 8},
             marks=pytest.mark.slow,
         ),
-        ("757", {"pp": 2, "tp": 2, "gpus": 8, "batch": 8}),
+        pytest.param("757", {"pp": 2, "tp": 2, "gpus": 8, "batch": 8}, marks=pytest.mark.slow),
         ("495", {}),
     ],
 )

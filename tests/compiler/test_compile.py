@@ -89,7 +89,7 @@ def test_the_loss_alone(tmp_path, kind):
     assert gathered == 3 * 16
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_the_loss_of_hugging_face_models(tmp_path, name):
     model, batch = zoo.get(name).build(), zoo.get(name).inputs()
     with float64_casts():

@@ -95,14 +95,3 @@ def test_the_example_goes_on_with_other_ranks_and_another_plan(tmp_path: Path) -
     losses = [float(found) for found in re.findall(r"^step .* loss (\S+)", first + second, re.M)]
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
     assert (tmp_path / "finetuned" / "exported-30" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_a_run_whose_rank_is_killed_goes_on_elsewhere() -> None:
-    """Real processes; the whole of it is ``trainings.py stops``."""
-    script = ROOT / "tests" / "product" / "trainings.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "stops", "--few"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("as it should") == 3

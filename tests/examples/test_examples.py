@@ -45,8 +45,7 @@ def test_the_demo_agrees_with_one_device_and_leaves_its_files(tmp_path: Path) ->
     printed = run(tmp_path, str(EXAMPLES / "demo.py"))
     for name in ("gencode0.py", "gencode1.py", "plan.json"):
         (told,) = re.findall(rf"^  (\S+/{name})$", printed, re.MULTILINE)
-        (tmp_path / told).unlink()
-    printed = run(tmp_path, str(EXAMPLES / "demo.py"))
+        assert (tmp_path / told).is_file()
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
     difference = re.search(r"largest difference over 20 steps: (\S+)", printed)
     assert difference and float(difference[1]) < 1e-12
@@ -63,25 +62,19 @@ def assert_training_equals_one_device(printed: str, bound: float) -> None:
     assert found and float(found[1]) < bound and float(found[2]) < bound, printed
 
 
-COVER = [("gpt2", "dp", 2), ("llama", "tp", 4), ("gpt2", "data", 2)]
-"""Every model, every policy, both numbers of ranks. All triples run on threads, in tests/parity."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "policy", "num_ranks"), COVER)
-def test_training_hugging_face_models_equals_one_device(
-    tmp_path: Path, model: str, policy: str, num_ranks: int
-) -> None:
+def test_training_hugging_face_models_equals_one_device(tmp_path: Path) -> None:
+    """The other models and policies run on threads, in tests/parity."""
     command = [
         str(EXAMPLES / "train_gpt2.py"),
         "--model",
-        model,
+        "llama",
         "--policy",
-        policy,
+        "dp",
         "--check",
         "--float64",
     ]
-    assert_training_equals_one_device(torchrun(tmp_path, num_ranks, *command), 1e-10)
+    assert_training_equals_one_device(torchrun(tmp_path, 2, *command), 1e-10)
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_stale_files_on_the_other_node_are_refused_and_replaced(job):
         assert values == result()
 
 
+@pytest.mark.slow
 def test_two_processes_that_compile_into_one_folder(tmp_path):
     """Outside a job nobody waits for anybody: the lock keeps the directory whole, and the second
     finds what the first made.

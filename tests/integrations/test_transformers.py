@@ -68,11 +68,6 @@ def test_a_model_that_is_evaluated_by_what_it_generates(tmp_path: Path) -> None:
     history, found = trained(tmp_path, 2, "t5", 4, split)
     assert_close_tree(found, weights, "weights of tp")
     assert_close_tree(history, expected, "what tp logs")
-    # Means over halves of a batch are not the mean over it: the same labels for all make them so.
-    expected, weights = trained(tmp_path, 1, "t5 whole", 4, None)
-    history, found = trained(tmp_path, 2, "t5 whole", 2, {"plan_ngpus": 1})
-    assert_close_tree(found, weights, "weights of two units")
-    assert_close_tree(history, expected, "what two units log")
 
 
 @pytest.mark.slow
@@ -83,10 +78,6 @@ def test_an_adapter_of_peft_is_trained_as_by_the_stock_trainer(tmp_path: Path) -
     history, found = trained(tmp_path, 2, "llama lora", 4, split)
     assert_close_tree(found, weights, "adapter of tp")
     assert_close_tree(history, expected, "what tp logs")
-    checkpoint = str(tmp_path / "run1" / "checkpoint-6")
-    units = {"plan_ngpus": 1, "use_zero": 1}
-    _, found = trained(tmp_path, 2, "llama lora", 2, units, checkpoint)
-    assert_close_tree(found, weights, "adapter of dp")
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:

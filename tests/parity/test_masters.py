@@ -50,10 +50,10 @@ PLANS = (
 )
 REST = [
     case
-    for name in MODELS
-    for policy, plan_ngpus, units in PLANS
+    for number, (policy, plan_ngpus, units) in enumerate(PLANS)
     for stage in range(4)
-    if (case := Case(name, policy, plan_ngpus, units, {"use_zero": stage})) not in QUICK
+    if (case := Case(MODELS[(number + stage) % 2], policy, plan_ngpus, units, {"use_zero": stage}))
+    not in QUICK
 ]
 REST += [
     Case("llama", policy, plan, units, {"use_zero": n % 4, **REMAINDERS})

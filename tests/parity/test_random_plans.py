@@ -30,7 +30,7 @@ MODELS = [
     "encoder-decoder",
     "unet",
 ]
-NUM_PLANS = 40
+NUM_PLANS = 24
 QUICK = (1, 2, 3, 4, 7)
 """Seeds of the default tests: the models that are traced and run in a second or two."""
 
@@ -75,6 +75,6 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in zoo.names() if "cache" not in n])
+@pytest.mark.parametrize("name", [n for n in zoo.names() if "cache" not in n and n not in MODELS])
 def test_random_plans_of_every_model(name: str, tmp_path: Path) -> None:
     check_random_plan(name, 1000, tmp_path)

@@ -246,6 +246,7 @@ def generated(model: nn.Module, steps: int, folder: Path, policy: str = "tp") ->
     return next(folder.rglob("gencode0.py")).read_text()
 
 
+@pytest.mark.slow
 def test_a_file_does_not_grow_with_the_steps(tmp_path: Path) -> None:
     short, long = (generated(StateSpace(), n, tmp_path / str(n)) for n in (20, 200))
     assert short.count("\n") == long.count("\n")

@@ -125,7 +125,7 @@ def test_tied_embeddings(case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case", "num_units", "settings"),
     [
-        ("t5", "tp=2 to one", 2, {}),
+        pytest.param("t5", "tp=2 to one", 2, {}, marks=pytest.mark.slow),
         pytest.param(
             "t5",
             "three",

@@ -321,8 +321,10 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("policy", "ranks"), [("tp", 3), ("data", 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy", "ranks"),
+    [(name, *(("tp", 3), ("data", 2))[n % 2]) for n, name in enumerate(MODELS)],
+)
 def test_model(name: str, policy: str, ranks: int) -> None:
     make, make_inputs = MODELS[name]
     entry: Any = zoo.ZooModel(name, make, make_inputs)

@@ -49,8 +49,7 @@ def test_models(index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_models_at_random(seed: int) -> None:
-    """Another forty cases for each seed."""
-    for case in random.Random(seed).sample(list(cases()), 40):
+def test_models_at_random() -> None:
+    """Another forty cases."""
+    for case in random.Random(0).sample(list(cases()), 40):
         check(case)

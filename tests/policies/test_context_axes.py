@@ -24,6 +24,7 @@ def test_turns_follow_the_mask(name: str, turns: tuple[tuple[str, int], ...]) ->
     assert type(plan).from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_a_window_longer_than_the_sequence_is_causal_attention() -> None:
     """And a shorter one is not."""
     entry = zoo.get("mistral")

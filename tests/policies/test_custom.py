@@ -59,7 +59,7 @@ def test_two_axes_on_one_mesh(name: str, tmp_path: Path) -> None:
     assert {key.axis for key in outcome.traffic[0]} == {"dp", "tp"}
 
 
-@pytest.mark.parametrize("order", ["dp-tp", "tp-dp"])
+@pytest.mark.parametrize("order", ["dp-tp", pytest.param("tp-dp", marks=pytest.mark.slow)])
 def test_the_order_decides_which_ranks_are_neighbours(order: str) -> None:
     """Parameters after several steps, over two units, in either order; the rank order of the config
     must agree.
@@ -233,7 +233,10 @@ def turned(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     return b.build("turned")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2-uneven"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama")), "gpt2-uneven"],
+)
 def test_axes_cut_a_dim_in_the_order_of_their_places(name: str, tmp_path: Path) -> None:
     entry = zoo.get(name)
     compiled, _ = plans.check_policy(entry.build(), entry.inputs(), turned, 8, tmp_path)

@@ -144,15 +144,12 @@ def test_numbers_are_those_of_one_device(name, options, tmp_path):
 @pytest.mark.parametrize(
     "name, mode, beside",
     [
-        ("llama", "2d", {"use_zero": 3, "units": 2}),
         ("bert-uneven", "2d 2x3", {}),
-        ("vit", "3d", {}),
         ("t5", "2.5d", {"use_zero": 1, "units": 2}),
         ("gpt2", "3d", {"stages": 2}),
         ("llama-uneven", "3d", {"recompute": ["model.layers.*"]}),
         ("llama", "2d steps", {"use_zero": 3, "units": 2}),
         ("gpt2", "3d steps", {"stages": 2, "recompute": ["stage:1"]}),
-        ("t5", "2.5d steps", {}),
     ],
 )
 def test_models_train_as_on_one_device(name, mode, beside):

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +179,9 @@ JOBS = (
 )
 
 
-FEW = (
-    (2, ("--parallel.policy", "tp"), signal.SIGUSR1, 2),
-    (2, ("--microbatch", "3"), signal.SIGKILL, 7),
-    (1, (), None, 12),
-)
-"""Enough for a test."""
-
-
-def stops(folder: Path, jobs: Sequence[tuple[int, tuple[str, ...], Any, int]]) -> bool:
+def stops(folder: Path) -> bool:
     """A run that is ended several times and changes its ranks and plan each time."""
-    steps = jobs[-1][-1]
+    steps = JOBS[-1][-1]
     (folder / "run.yaml").write_text(RUN)
     (folder / "trainings_hooks.py").write_text(HOOKS)
     path = os.pathsep.join(
@@ -199,7 +190,7 @@ def stops(folder: Path, jobs: Sequence[tuple[int, tuple[str, ...], Any, int]]) -
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     chosen = settings(folder / "out")
     ok = True
-    for number, (num_ranks, flags, how, after) in enumerate(jobs):
+    for number, (num_ranks, flags, how, after) in enumerate(JOBS):
         command = [
             sys.executable, "-m", "shardwright", "train", "-c", "run.yaml", "--output", "out",
             "--steps", str(steps), "--num_ranks", str(num_ranks), *flags,
@@ -256,7 +247,6 @@ def _children(pid: int) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("parity", "stops"))
-    parser.add_argument("--few", action="store_true", help="of stops, enough for a test")
     parser.add_argument("--family", choices=tuple(FAMILIES))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +254,7 @@ def main() -> int:
         if options.what == "parity":
             ok = parity(place, options.family)
         else:
-            ok = stops(place, FEW if options.few else JOBS)
+            ok = stops(place)
     return 0 if ok else 1
 
 

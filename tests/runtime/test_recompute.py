@@ -37,7 +37,7 @@ def test_the_mask_is_that_of_the_forward_it_belongs_to():
     torch.testing.assert_close(weight.grad, kept[0] + 3 * kept[1], rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", [pytest.param("tp", marks=pytest.mark.slow), "data"])
 def test_checkpointed_gpt2_with_dropout(tmp_path, policy):
     """Gradients equal those of the same plan without recomputation, several forwards before the
     backward included.

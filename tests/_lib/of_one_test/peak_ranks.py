@@ -170,7 +170,7 @@ def _peak(folder: Path, case: PeakCase) -> int:
             [*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())]
         )
         peaks = []
-        for _ in range(10):
+        for _ in range(6):
             live.restart()
             results = model.train_step(samples)
             optimizer.step()

@@ -45,7 +45,6 @@ OVERLAP = [
 ]
 RANDOM = [PeakCase("random", seed=1), PeakCase("random", seed=3, recompute=BLOCKS)]
 TABLES = [
-    PeakCase("dp", 1, 8, dtype=BF16),
     PeakCase("dp", 1, 8, fields={"use_zero": 0} | table(), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(store_param_remainders=True), dtype=BF16),
@@ -107,11 +106,8 @@ WHOLES_ON_FOUR = [
 ]
 FOUR = [
     PeakCase("dp", 1, 2, fields={"use_zero": 2}),
-    PeakCase("dp", 1, fields=table(store_param_remainders=True), dtype=BF16),
     PeakCase("tp", 2),
     PeakCase("pp", num_microbatches=4),
-    PeakCase("pp", num_microbatches=4, options={"schedule": "zb_h1"}),
-    PeakCase("pp", 2, 4, fields={"use_zero": 1}),
     PeakCase("pp", 2, 4, fields={"use_zero": 2}),
     PeakCase("pp", 2, 4, fields={"use_zero": 3}),
     PeakCase("hybrid", num_microbatches=4, options={"num_stages": 2, "tp": 2}),

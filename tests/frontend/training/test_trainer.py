@@ -37,7 +37,7 @@ def assert_equal(ours: dict[int, tuple[float, float]], theirs: dict[int, Any]) -
             assert abs(mine - its) <= BOUND * abs(its), (step, ours[step], expected)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["tp", pytest.param("zero3", marks=pytest.mark.slow), "pp"])
 def test_a_run_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     """Labels differ in number between microbatches, so a mean of means would be seen."""
     num_ranks, changes = PLANS[name]

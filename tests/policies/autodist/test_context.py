@@ -62,7 +62,7 @@ def config_of(num_ranks: int, **options: object) -> ComputeConfig:
     return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, pas_config=options)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     """Batch and heads do not divide by 4; every rank takes its queries, and keys go round."""
     model, options = graph(is_causal), AutodistOptions(max_axes=1)

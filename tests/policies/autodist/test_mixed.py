@@ -47,6 +47,7 @@ def found_for(name: str, num_ranks: int, rate: float) -> SearchResult:
     )
 
 
+@pytest.mark.slow
 def test_stages_that_differ_win_where_ranks_do_not_divide() -> None:
     """Five ranks: three stages on one of them each, and a last one with the head on two."""
     found = found_for("gpt2", 5, 1e7)
@@ -161,6 +162,7 @@ def test_unequal_positions_run_one_stage_each() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_batch_of_any_size_crosses_between_stages() -> None:
     """Its messages are priced at the size of the dummy arguments; positions of two ranks cut it."""
     entry = zoo.get("mlp")

@@ -104,7 +104,7 @@ def check_merged(model: nn.Module, ranks: list[tuple[Any, Any]], num_steps: int)
 @pytest.mark.parametrize(
     "tour",
     [
-        pytest.param(tour, marks=pytest.mark.slow if index > 2 else ())
+        pytest.param(tour, marks=pytest.mark.slow if index else ())
         for index, tour in enumerate(TOURS)
     ],
     ids="-".join,

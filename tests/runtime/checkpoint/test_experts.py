@@ -99,10 +99,10 @@ def trained(
 @pytest.mark.parametrize(
     ("name", "tour"),
     [
-        (BY_HAND, "ep to tp and back"),
         *(
             pytest.param(name, tour, marks=pytest.mark.slow)
             for name, tour in (
+                (BY_HAND, "ep to tp and back"),
                 (BY_HAND, "axes and pieces"),
                 ("gpt_oss", "ep to tp and back"),
                 ("switch", "ep to tp and back"),

@@ -21,16 +21,11 @@ from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize(
     ("num_ranks", "asynchronous", "zero"),
-    [
-        (2, False, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, False, 0), (2, True, 0), (2, False, 1), (2, True, 2))
-        ),
-    ],
+    [(2, True, 0), (2, False, 1)],
 )
 def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
     """Every call that touches the directory is tried: while files are written, made current, and

@@ -68,9 +68,8 @@ def loading(path: Path) -> Prepare:
     return lambda module, optimizer: shardwright.load_checkpoint(path, module, optimizer)
 
 
-@pytest.mark.parametrize(
-    "others", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=["cut", "more"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [OTHERS[:2], OTHERS[2:]], ids=["cut", "more"])
 def test_masters_move_from_plan_to_plan(others: list[Case], tmp_path: Path) -> None:
     """Masters move on disk and merged: not a bit is lost on the way through several plans, nor on
     the way to one device.

@@ -68,7 +68,13 @@ ZERO = [
 
 
 @pytest.mark.parametrize(
-    ("pipe", "zero"), [(TIED[0], ZERO[0]), (TIED[1], ZERO[2]), (CUT[0], ZERO[0])], ids=str
+    ("pipe", "zero"),
+    [
+        pytest.param(TIED[0], ZERO[0], marks=pytest.mark.slow),
+        (TIED[1], ZERO[2]),
+        pytest.param(CUT[0], ZERO[0], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_saved_by_a_pipeline_with_split_state(tmp_path, pipe, zero):
     check_saved(tmp_path, pipe, 2, zero)
@@ -128,7 +134,11 @@ def check_saved(tmp_path, pipe, num_units, zero=None):
         assert_same(optimizer_state["state"][3], merged[0][1]["state"][3])
 
 
-@pytest.mark.parametrize("pipes", [TIED, [*CUT, CUT[0]]], ids=["tied", "cut"])
+@pytest.mark.parametrize(
+    "pipes",
+    [TIED, pytest.param([*CUT, CUT[0]], marks=pytest.mark.slow)],
+    ids=["tied", "cut"],
+)
 def test_between_pipelines(tmp_path, pipes):
     """A tour: each pipeline goes on from the last one's checkpoint, the last loads a merged state
     dict.

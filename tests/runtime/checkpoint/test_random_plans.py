@@ -92,7 +92,7 @@ def quiet():
 
 @pytest.mark.parametrize(
     "seed",
-    [2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, *range(4, 15)))],
+    [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, *range(4, 10)))],
 )
 def test_round_trip(seed, tmp_path):
     check_round_trip(MODELS[seed % len(MODELS)], seed, tmp_path)
@@ -113,7 +113,7 @@ def check_round_trip_with_zero(name, seed, tmp_path):
 
 @pytest.mark.parametrize(
     "seed",
-    [200, 201, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(202, 206))],
+    [201, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (200, *range(202, 206)))],
 )
 def test_round_trip_with_split_state(seed, tmp_path):
     check_round_trip_with_zero(MODELS[seed % len(MODELS)], seed, tmp_path)
@@ -124,8 +124,7 @@ def test_round_trip_with_split_state(seed, tmp_path):
     "name", ["gpt2", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "dit-uneven"]
 )
 def test_round_trip_of_more_models_with_split_state(name, tmp_path):
-    for seed in range(300, 303):
-        check_round_trip_with_zero(name, seed, tmp_path / str(seed))
+    check_round_trip_with_zero(name, 300, tmp_path)
 
 
 @pytest.mark.slow
@@ -134,5 +133,4 @@ def test_round_trip_of_more_models_with_split_state(name, tmp_path):
     ["gpt2", "llama", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "unet", "dit-uneven"],
 )
 def test_round_trip_of_more_models(name, tmp_path):
-    for seed in range(100, 103):
-        check_round_trip(name, seed, tmp_path / str(seed))
+    check_round_trip(name, 100, tmp_path)

@@ -76,10 +76,10 @@ def resumed(name, plan, directory, *, steps=2, more=2, **options):
     ("name", "plan"),
     [
         ("gpt2", ("tp", 2, 4)),
-        ("gpt2-uneven", ("tp", 4, 4)),
+        pytest.param("gpt2-uneven", ("tp", 4, 4), marks=pytest.mark.slow),
         ("resnet", ("data", 2, 2)),
         ("gpt2", ("tp+zero3", 2, 4)),
-        ("gpt2", ("tp+zero2", 2, 4)),
+        pytest.param("gpt2", ("tp+zero2", 2, 4), marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
@@ -95,10 +95,10 @@ def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
 @pytest.mark.parametrize(
     ("name", "tour"),
     [
-        ("gpt2", GPT2_TOUR),
+        pytest.param("gpt2", GPT2_TOUR, marks=pytest.mark.slow),
         ("resnet-uneven", RESNET_TOUR),
-        ("gpt2-uneven", ZERO_TOUR),
-        ("gpt2-uneven", STAGES_TOUR),
+        pytest.param("gpt2-uneven", ZERO_TOUR, marks=pytest.mark.slow),
+        pytest.param("gpt2-uneven", STAGES_TOUR, marks=pytest.mark.slow),
     ],
 )
 def test_a_tour_of_plans_ends_where_one_device_does(tmp_path, name, tour):

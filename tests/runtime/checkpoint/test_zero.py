@@ -119,7 +119,7 @@ SLOW = [
     if plan != "owned in groups"
 ]
 SLOW += [
-    ("uneven", "adam"),
+    *((plan, "adam") for plan in ("uneven", "small buckets", *WHOLE[:3])),
     ("uneven", "muonlike"),
     ("groups", "muonlike"),
     ("inside a unit", "adafactor"),
@@ -130,7 +130,7 @@ SLOW += [
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [(plan, "adam") for plan in (*CUT, *WHOLE) if plan != "uneven"]
+    [(plan, "adam") for plan in ("groups", "inside a unit", "table")]
     + [("owned in groups", name) for name in ("muonlike", "adafactor", "adagrad")]
     + [("inside a unit", "adagrad"), ("uneven", "sgd")]
     + [("plain", "adafactor")]
@@ -209,7 +209,7 @@ TOURS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", TOURS)
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muonlike"])
 def test_a_tour_through_plans(tmp_path, optimizer):
     """Each goes on from the last one's checkpoint, in turn through files and through merged state
     dicts.

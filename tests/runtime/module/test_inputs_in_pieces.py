@@ -85,7 +85,7 @@ def prompt_and_next(policy: str, folder: Path) -> Any:
     return module, prompt, after
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", ["tp", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_cache_is_held_in_pieces_between_calls(policy: str, tmp_path: Path) -> None:
     """Results are those of one device, and nothing of the cache is sent."""
 

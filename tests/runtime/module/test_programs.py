@@ -68,8 +68,16 @@ def expected() -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:forward reads the values")
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "first sight"])
-@pytest.mark.parametrize("options", [{"plan_ngpus": 2}, {"plan_ngpus": 1, "use_zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({"plan_ngpus": 2}, True),
+        ({"plan_ngpus": 1, "use_zero": 3}, False),
+        pytest.param({"plan_ngpus": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"plan_ngpus": 1, "use_zero": 3}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_programs_train_one_set_of_parameters(
     options: dict[str, Any], ahead: bool, tmp_path: Path
 ) -> None:

@@ -71,8 +71,8 @@ PRODUCT = list(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(0, 20, 4))
-def test_a_quarter_of_the_product(tmp_path, part):
+@pytest.mark.parametrize("part", range(0, 20, 10))
+def test_a_tenth_of_the_product(tmp_path, part):
     """tests/product/optimizers.py has all of it."""
     for mesh, name, stage, groups, scatter, overlap, cap_mb, accumulate in PRODUCT[part::20]:
         dp, tp, units = mesh

@@ -255,8 +255,18 @@ def test_torchs_own_muon_beside_what_it_leaves_alone(tmp_path):
             torch.testing.assert_close(p, whole, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}], ids=str)
-@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("zb_v", {}),
+        ("1f1b", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}),
+        pytest.param("1f1b", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "zb_v", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
 def test_pipelines(tmp_path, name, options):
     """Stages cut over tp with an embedding that two of them share, in two units."""
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks, tp=(2, 2))

@@ -27,8 +27,6 @@ from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.stages.chain import layer_blocks, layer_pattern
 from shardwright.runtime.config import ComputeConfig
 
-LARGE = ["gpt2", "llama", "t5", "unet"]
-
 
 def asked(
     graph: PlannableGraph, mesh: str, zero: int = 0, microbatches: int = 1, **options: object
@@ -139,13 +137,17 @@ def test_copies_that_are_not_told_apart_cost_what_their_program_does() -> None:
     assert any(isinstance(node, RelayNode) for node in formulation.nodes)
 
 
-@pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (1, 2), (3, 2)])
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "zero", "microbatches"),
     [
-        ("mlp", "2"),
-        pytest.param("mlp", "2x2", marks=pytest.mark.slow),
-        *(pytest.param(name, "2", marks=pytest.mark.slow) for name in LARGE),
+        ("mlp", "2", 0, 1),
+        ("mlp", "2", 1, 2),
+        ("mlp", "2", 3, 2),
+        pytest.param("mlp", "2x2", 3, 2, marks=pytest.mark.slow),
+        pytest.param("gpt2", "2", 3, 2, marks=pytest.mark.slow),
+        pytest.param("llama", "2", 0, 1, marks=pytest.mark.slow),
+        pytest.param("t5", "2", 3, 2, marks=pytest.mark.slow),
+        pytest.param("unet", "2", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_best_choice_costs_what_its_program_does(
@@ -160,18 +162,10 @@ def test_the_best_choice_costs_what_its_program_does(
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "microbatches"),
     [
-        *(
-            (name, "2", zero, microbatches)
-            for name in LARGE
-            for zero, microbatches in [(0, 1), (1, 2), (3, 2)]
-        ),
-        # (With ZeRO-3 next to no random choice of T5 is in the space of two axes.)
-        *[
-            ("gpt2", "2x2", 0, 1),
-            ("llama", "2x2", 3, 2),
-            ("t5", "2x2", 1, 2),
-            ("unet", "2x2", 3, 2),
-        ],
+        ("gpt2", "2x2", 0, 1),
+        ("llama", "2", 3, 2),
+        ("t5", "2", 1, 2),
+        ("unet", "2", 3, 2),
     ],
 )
 def test_any_choice_of_a_model_costs_what_its_program_does(

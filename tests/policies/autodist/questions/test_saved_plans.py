@@ -13,6 +13,7 @@ from shardwright.policies.autodist.questions.saved_plans import audited_levers, 
 from shardwright.policies.known_policies import find_policy
 
 
+@pytest.mark.slow
 def test_a_pipeline_by_hand() -> None:
     """More microbatches have less of a bubble, and recomputation needs less memory: each figure is
     that of the changed plan.

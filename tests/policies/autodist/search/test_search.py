@@ -425,6 +425,7 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_candidate_without_a_program_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search goes on with the others, and says why."""
     audited = Auditor.__call__

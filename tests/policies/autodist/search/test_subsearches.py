@@ -107,6 +107,7 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_sizes_of_units_are_searched() -> None:
     """The best of all sizes is the best of searches of one each, unless a simpler one takes about
     as long; the plan found compiles as it is certified, and what is about one size is refused.

@@ -117,6 +117,7 @@ def test_prices_of_moments_bound_the_cost_and_lead_to_choices_within_the_limit()
     )
 
 
+@pytest.mark.slow
 def test_parts_are_improved_within_limits_over_time() -> None:
     """A search from the choice that uses least comes near the best one within the limit."""
     problem = large(0, 10.0)

@@ -63,7 +63,7 @@ def grid(side: int, seed: int, *, rows: bool) -> Problem:
     return Problem(nodes, tuple(edges), (Row(0.35 * side * side, usage),) if rows else ())
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("rows", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_grid_is_solved_as_by_elimination(rows: bool) -> None:
     problem = grid(5, 0, rows=rows)
     known, found = solve_module.solve(problem, time_limit_s=3600), solve_wide(problem)

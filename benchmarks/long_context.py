@@ -6,7 +6,8 @@ Nothing runs: pairs of queries and keys are counted, steps and peaks are those o
 own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
 
 - **work**: of the rank with most pairs of a query and a key that it sees, over the mean of all
-  ranks; one run of positions to a rank beside two in zigzag.
+  ranks; one run of positions to a rank beside two in zigzag. The same of windows that are a part of
+  the sequence, in zigzag, before and after queries move.
 - **packed**: the same of rows of documents whose lengths are log-normal, by the number of turns in
   which positions are dealt: where each rank computes its own queries, and where some are computed
   by ranks that have less to do. Beside it what a rank gets, on average, in parts of the row: keys,
@@ -63,6 +64,24 @@ def most_over_mean(length: int, num_ranks: int, *, turns: int) -> float:
     bands = earlier_keys(length, length)
     found = [pairs(bands, dealt(length, num_ranks, rank, turns=turns)) for rank in range(num_ranks)]
     return max(found) * num_ranks / sum(found)
+
+
+def window_shares(length: int, num_ranks: int, part: int, of_call: int) -> list[float]:
+    """The pairs of the busiest rank over the mean, of a window that is ``1 / part`` of the
+    sequence, in zigzag: where each rank computes its own queries, and where some are computed by
+    ranks that have less to do.
+    """
+    seen = (Seen((0, 1), earlier_keys(length, length, length // part)),)
+    found = []
+    for evens_out in (False, True):
+        work = []
+        for rank in range(num_ranks):
+            place = Place(num_ranks, rank, 1, is_ring=True)
+            steps = steps_of((place,), (length, length), 1, seen, of_call, evens_out=evens_out)
+            parts = [part for step in steps.steps for share in step.shares for part in share.parts]
+            work.append(sum(part.tile.num_pairs for part in parts))
+        found.append(max(work) * num_ranks / sum(work))
+    return found
 
 
 def packed_row(length: int, num_documents: int, random: Random) -> Bands:
@@ -152,6 +171,9 @@ def main() -> None:
         print(f"work, {'in zigzag' if turns else 'one run each'}: {share:.3f} of the mean")
     # As on GPUs, where a call costs more pairs.
     of_call = call_pairs("cuda", given.heads, 2 * given.hidden // given.heads)
+    for part in (2, 3, 4, 8):
+        before, after = window_shares(given.seq, given.ranks, part, of_call)
+        print(f"work, window of 1/{part}: {before:.3f} of the mean, evened out {after:.3f}")
     for turns, evens_out in ((1, True), (1, False), (16, False), (64, False)):
         packed = packed_rows(given.packed, given.ranks, turns, of_call, evens_out=evens_out)
         print(

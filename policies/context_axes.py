@@ -136,8 +136,8 @@ def turns_of_axes(
 
 def _balancing_turns(op: IROp) -> int:
     """The turns in which an attention operator is balanced as far as sizes tell: one if later
-    queries see more keys, else none. What documents leave uneven is evened out when their lengths
-    are known (:mod:`~shardwright.runtime.ops.attention_moves`).
+    queries see more keys, else none. What windows and documents leave uneven is evened out at run
+    time, when lengths are known (:mod:`~shardwright.runtime.ops.attention_moves`).
     """
     num_queries, num_keys = (estimated_size(x.shape[-2]) for x in op.operands[:2])
     return int(grows(op, num_queries, num_keys))

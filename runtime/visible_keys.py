@@ -42,6 +42,9 @@ Half is what evens out a causal row of which each of many ranks has one piece, t
 of one document. Packed rows need less: 33 documents of log-normal lengths 0.4 at most on 16 ranks.
 """
 
+EVEN = 1.02
+"""The pairs of the busiest rank over the mean up to which no query moves to another rank."""
+
 MOST_MASKED = 2**24
 """The most pairs of a query and a key for which one rank makes a mask: 4096 x 4096."""
 

@@ -162,6 +162,15 @@ class _Question:
         return remembered(self.given, question, find)
 
 
+def _is_uneven(asked: _Question, where: Where) -> bool:
+    """Whether ranks may have unequal work, as documents and windows leave it, that is to be evened
+    out. What sizes alone tell is not, where each rank has one run of the queries.
+    """
+    return any(isinstance(mark, Tensor) for mark in asked.given) or any(
+        axis.turns for axis in where.query_axes
+    )
+
+
 @_disable_dynamo
 def _in_tiles(
     query: Tensor,
@@ -210,7 +219,6 @@ def _in_tiles(
         sinks=sinks,
         cap=cap,
         dropout=dropout,
-        # Zigzag has evened out what sizes alone tell.
-        evens_out=any(isinstance(mark, Tensor) for mark in asked.given),
+        evens_out=mask is None and _is_uneven(asked, where),
         flat=flat or "mean",
     )

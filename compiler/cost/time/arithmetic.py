@@ -280,7 +280,7 @@ def _seen_by_marks(call: LocalCall) -> float:
     if local == num_queries and is_plain and num_queries * num_keys <= MOST_MASKED:
         return 1.0  # torch's operator with a mask
     bands = seen_bands(op, num_queries, num_keys)
-    # Zigzag gives all ranks the same; so do queries that are handed on at run time.
+    # Zigzag gives all ranks the same, and queries that are handed on even out what it leaves.
     is_even = bool(queries & call.in_zigzag) or is_told_late(op)
     if not local or not num_keys or is_even:
         everything = ((0, num_queries),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import astuple
 from fractions import Fraction
 from typing import Any
 
@@ -21,13 +22,13 @@ from shardwright.runtime.layout import Mesh
 from shardwright.runtime.marks import Seen
 from shardwright.runtime.ops import attention_blocks, attention_where, split_attention
 from shardwright.runtime.ops.attention_blocks import WrittenOut
-from shardwright.runtime.ops.attention_moves import EVEN, moves_of
+from shardwright.runtime.ops.attention_moves import moves_of
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
 from shardwright.runtime.runs import common, dealt, joined, without
-from shardwright.runtime.visible_keys import MOST_GUESTS, Band, earlier_keys, pairs
+from shardwright.runtime.visible_keys import EVEN, MOST_GUESTS, Band, earlier_keys, pairs
 
 LENGTH = 24
 split_attention_module = sys.modules[split_attention.__module__]  # its name is that of the function
@@ -204,21 +205,33 @@ ROWS = ((3, 21), (24,), (13, 2, 9), (1, 1, 22))
         (3, 0, True, ROWS[2:]),
         (4, 1, True, ROWS[1:3]),
         (3, 1, False, ROWS[2:]),
+        (4, 1, True, ()),
+        (2, 1, False, ()),
+        (4, 0, False, ()),
     ],
 )
-def test_queries_of_documents_move_to_ranks_with_less_to_do(
+def test_queries_move_to_ranks_with_less_to_do(
     size: int, turns: int, ring: bool, rows: Sequence[Sequence[int]], monkeypatch: MonkeyPatch
 ) -> None:
-    """Numbers are those of one device, sinks included, and messages those of the moves."""
+    """Queries of documents move. So do those of a window of half of the positions, in zigzag.
+    Numbers are those of one device, sinks included, and messages those of the moves.
+    """
     monkeypatch.setitem(split_attention_module.CALL_FLOP, "cpu", 0)
-    lengths = [torch.tensor(row) for row in rows]
-    document = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
-    place = torch.arange(LENGTH)
-    marks: dict[str, Any] = {
-        "query_marks": (document[:, None, :, None], place[None, None, :, None]),
-        "key_marks": (document[:, None, None], place[None, None, None]),
-        "comparisons": ("eq", "le"),
-    }
+    window = earlier_keys(LENGTH, LENGTH, LENGTH // 2)
+    marks: dict[str, Any] = {"bands": tuple(astuple(band) for band in window)}
+    seen: tuple[Seen, ...] = (Seen((0, 2), window),)
+    if rows:
+        lengths = [torch.tensor(row) for row in rows]
+        document = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in lengths])
+        place = torch.arange(LENGTH)
+        marks = {
+            "query_marks": (document[:, None, :, None], place[None, None, :, None]),
+            "key_marks": (document[:, None, None], place[None, None, None]),
+            "comparisons": ("eq", "le"),
+        }
+        seen = tuple(
+            Seen((sample, 1), documents_of(row), exact=True) for sample, row in enumerate(rows)
+        )
     *whole, grad = operands(torch.float64)
     whole.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
     cut = (True, ring, ring, False)
@@ -256,14 +269,11 @@ def test_queries_of_documents_move_to_ranks_with_less_to_do(
             # Whole keys, and sinks, have summands of their gradients on all ranks.
             torch.testing.assert_close(sum(parts), true, rtol=1e-12, atol=1e-12)
     queries = tuple(joined(dealt(LENGTH, size, rank, turns=turns)) for rank in range(size))
-    seen = tuple(
-        Seen((sample, 1), documents_of(row), exact=True) for sample, row in enumerate(rows)
-    )
-    moves = moves_of(seen, queries, 0)
-    assert moves
+    moves = moves_of(seen, queries, 0) if rows or turns else ()
+    assert bool(moves) == bool(rows or turns)
     if not ring:
         # A query goes and its output comes; backward the same with their gradients.
-        moved = sum(move.queries[1] for move in moves)
+        moved = sum(move.samples[1] * move.queries[1] for move in moves)
         for phase in ("forward", "backward"):
             received = sum(c.total("all_to_all", phase=phase).received for _, c in found)
             assert received == moved * 4 * (8 + 8)
@@ -306,6 +316,26 @@ def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size:
         assert max(work) * size <= EVEN * sum(work)
         assert moved < 0.3 * 2 * length
     assert moves_of(tuple(seen), queries, sum(work)) == ()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("part", [1, 1.5, 2, 3, 4, 8, 64])
+def test_moves_even_out_what_a_window_leaves(size: int, part: float) -> None:
+    """A window that is ``1 / part`` of 4,099 positions, dealt in zigzag. All of them, which is
+    causal attention, is even as it is, to the pairs of one query.
+    """
+    length = 4099
+    bands = earlier_keys(length, length, int(length / part))
+    queries = tuple(dealt(length, size, rank, turns=1) for rank in range(size))
+    work = [pairs(bands, own) for own in queries]
+    assert part > 1 or max(work) - min(work) <= length
+    moves = moves_of((Seen((0, 1), bands),), queries, 0)
+    assert bool(moves) == (max(work) * size > EVEN * sum(work)) == (1 < part < 64)
+    for move in moves:
+        moved = pairs(bands, (move.queries,))
+        work[move.source] -= moved
+        work[move.target] += moved
+    assert max(work) * size <= EVEN * sum(work)
 
 
 @pytest.mark.parametrize("blind", ["mean", "constant", "nan"])

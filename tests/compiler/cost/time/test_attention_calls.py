@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ops.stand_ins import attention_where
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.visible_keys import earlier_keys
 
 Q = torch.randn(1, 2, 64, 4, requires_grad=True)
 OP = example_op((F.scaled_dot_product_attention, (Q, Q, Q), {"is_causal": True}))[0]
@@ -93,6 +94,22 @@ def test_queries_of_documents_that_other_ranks_compute_are_priced() -> None:
     # Whole queries, and masks of sizes alone, move nothing.
     assert not exchanges_in(DOCUMENTS, {"cp": "split:h"}, on(1), slow)
     assert not exchanges_in(OP, ways()["gather"], on(1), slow)
+
+
+@pytest.mark.parametrize(("window", "num_queries"), [(64, 0), (32, 96 / 32), (2, 0)])
+def test_queries_are_priced_that_move_as_a_window_leaves_work_uneven(
+    window: int, num_queries: float
+) -> None:
+    """A window of half of the positions leaves 4 ranks 292, 356, 420 and 484 pairs: the mean is
+    388, so 96 pairs move, of queries with 32 keys. In one run each, nothing moves.
+    """
+    bands = tuple(astuple(band) for band in earlier_keys(64, 64, window))
+    op, _ = example_op((attention_where, (Q, Q, Q), {"bands": bands}))
+    op = replace(op, results=OP.results)
+    found = exchanges_in(op, ways()["gather"], on(1), HARDWARE)
+    moved = num_queries * 2 * (4 + 4) * 4  # heads, width of a query and of an output, bytes
+    assert [sent.forward_bytes for sent in found] == ([moved] if num_queries else [])
+    assert not exchanges_in(op, ways()["gather"], on(0), HARDWARE)
 
 
 def test_ranks_have_even_work_of_documents_also_where_each_has_one_run() -> None:

@@ -107,6 +107,9 @@ class _Run:
         self.running = RunningModules(module)
         self.recorder = Recorder(self.running, self.dynamic)
         self.mode = TraceMode(allow_non_fake_inputs=True, shape_env=self.dynamic.env)
+        # Torch keeps what calls on fakes have returned, and looks it up by shapes. A shape with a
+        # symbol is hardly ever found again, and to keep it takes as long as the call.
+        self.mode.cache_enabled = self.dynamic.env is None
         self.constants = Constants(self.recorder, self.mode, module)
         self.recorder.make_constant = self.mode.lift = self.constants.fake
         self.sources: list[tuple[ModuleTensor, torch.Tensor, IRValue]] = []

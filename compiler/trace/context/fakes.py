@@ -173,12 +173,12 @@ def note_caches() -> None:
     hides them.
     """
     for found in gc.get_referrers(_CachedFunction):  # all instances refer to their type
-        # This package's own caches are large, and keep layouts, rules and the like: never a tensor.
-        if type(found) is _CachedFunction and not str(found.__module__).startswith(_OWN):
+        # These caches are large, and keep layouts, rules, expressions and the like: never a tensor.
+        if type(found) is _CachedFunction and not str(found.__module__).startswith(_TENSORLESS):
             _counts_without_fakes.setdefault(found, None)
 
 
-_OWN = f"{__name__.partition('.')[0]}."
+_TENSORLESS = (f"{__name__.partition('.')[0]}.", "sympy.")
 _CachedFunction = functools._lru_cache_wrapper
 _counts_without_fakes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The ``cache_info`` of every cached function known, from a time when it kept no fakes. As long as

@@ -26,12 +26,16 @@ export HF_HUB_OFFLINE = 1
 # Test processes, and those that tests start, share bytecode: a test file's assertions are rewritten once, not in every run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all gpu docs lint clean
+.PHONY: demo test default test-all gpu docs lint clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-test: lint
+# Side by side: mypy takes most of a minute, of one core.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 lint default
+
+default: $(READY)
 	$(PYTEST) -m "not slow" --durations=10
 
 test-all: $(READY)

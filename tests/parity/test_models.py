@@ -1,9 +1,9 @@
 """Every model of the zoo under every built-in policy against one device: loss, gradients,
 parameters after AdamW steps.
 
-The default tests run a cover: every model under one of the eight configurations, and a family of
-models under as many as it has members. The slow tests run a seventh of the rest of the product, and
-tests/product/models.py all of it.
+The tests run a cover: every model under one of the eight configurations, and a family of models
+under as many as it has members. Of it, most variants of a family are slow, and so is a seventh of
+the rest of the product; tests/product/models.py runs all of it.
 """
 
 import warnings
@@ -56,8 +56,20 @@ def check(name: str, index: int) -> None:
     assert report.ok, str(report)
 
 
+QUICK = {
+    *(name for name in zoo.names() if "-" not in name),
+    *("gpt2-uneven", "mlp-uneven", "resnet-uneven", "gpt2-padded", "llama-cache"),
+    *("llama-frozen", "encoder-decoder"),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "index"), COVER, ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in COVER]
+    ("name", "index"),
+    [
+        pytest.param(name, index, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, index in COVER
+    ],
+    ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in COVER],
 )
 def test_model(name: str, index: int) -> None:
     check(name, index)

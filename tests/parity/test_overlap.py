@@ -22,7 +22,7 @@ STAGES = {"tp": 2, "num_stages": 2, "num_microbatches": 4}
     ("name", "policy", "config"),
     [
         ("gpt2", "hybrid", {"plan_ngpus": 4, "pas_config": STAGES, "use_end2end": True}),
-        (
+        pytest.param(
             "llama",
             "hybrid",
             {
@@ -32,6 +32,7 @@ STAGES = {"tp": 2, "num_stages": 2, "num_microbatches": 4}
                 "use_end2end": True,
                 "pas_config": {"dp": 2, "tp": 2, "num_stages": 1},
             },
+            marks=pytest.mark.slow,
         ),
         ("t5", "tp", {"plan_ngpus": 2}),
     ],
@@ -43,8 +44,9 @@ def test_numbers_are_those_of_one_device(name: str, policy: str, config: dict[st
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tp", "sequence"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", {"sequence_parallel": True}), ("llama", {})], ids=str
+)
 def test_bits_are_those_of_the_plan_without(
     name: str, options: dict[str, bool], tmp_path: Path
 ) -> None:

@@ -205,7 +205,13 @@ CASES: list[tuple[type[nn.Module], int, int, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "steps", "loops", "policies"), CASES)
+@pytest.mark.parametrize(
+    ("model", "steps", "loops", "policies"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[0] in (BothWays, StateSpace) else ())
+        for case in CASES
+    ],
+)
 def test_a_loop_is_one_operator_and_computes_what_the_model_does(
     model: type[nn.Module], steps: int, loops: int, policies: tuple[str, ...]
 ) -> None:

@@ -1,7 +1,7 @@
 """Models trained with every kind of reducer and distributed optimizer against one device: a cover
 of the product.
 
-Any two values of two factors occur together in a test, of which one in three is not slow. More of
+Any two values of two factors occur together in a test, of which one in four is not slow. More of
 the product is in the slow tests, all of it in ``tests/product/optimizers.py``.
 """
 
@@ -42,7 +42,7 @@ COVER = pairwise()
 
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(i, marks=[pytest.mark.slow] if i % 3 else []) for i in range(len(COVER))],
+    [pytest.param(i, marks=[pytest.mark.slow] if i % 4 else []) for i in range(len(COVER))],
 )
 def test_models(index: int) -> None:
     check(COVER[index])

@@ -145,7 +145,9 @@ def share(compiled: Compiled) -> float:
     return compiled.work.share
 
 
-@pytest.mark.parametrize("name", [*OWN, *ZOO])
+@pytest.mark.parametrize(
+    "name", [pytest.param("residual", marks=pytest.mark.slow), "extractor", "inverted", *ZOO]
+)
 def test_channels_are_split_where_that_is_faster(name: str, tmp_path: Path) -> None:
     module, inputs = model_of(name)
     graph = plans.traced(module, inputs)

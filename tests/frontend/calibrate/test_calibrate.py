@@ -28,7 +28,7 @@ from shardwright.compiler.cost.time.collectives import collective_s, flat_lines
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.frontend.calibrate import calibrate as calibrate_module
-from shardwright.frontend.calibrate import links, profile, timing
+from shardwright.frontend.calibrate import links, profile, reference_programs, timing
 from shardwright.frontend.calibrate import measured_operators as operators
 from shardwright.frontend.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.frontend.calibrate.effort import Effort, effort_for
@@ -46,6 +46,12 @@ from shardwright.runtime.ranks.world import World, current_world
 TINY = Effort(
     (2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, dtypes=(torch.float32, torch.float64)
 )
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is out of the cache need not be, where nobody looks at the figures."""
+    monkeypatch.setattr(reference_programs, "FETCHED_BYTES", 2**20)
 
 
 def measured(num_ranks: int, effort: Effort = TINY) -> Hardware:

@@ -122,8 +122,17 @@ def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
     c.assert_same(fresh.state_dict(), model.state_dict(), TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 3), (2, 2), (4, 1)])
-@pytest.mark.parametrize("through", ["merged", "deduped merged", "one device"])
+@pytest.mark.parametrize(
+    ("mesh", "through"),
+    [
+        ((1, 1), "deduped merged"),
+        ((1, 3), "merged"),
+        ((1, 3), "one device"),
+        ((2, 2), "deduped merged"),
+        ((4, 1), "merged"),
+        ((4, 1), "one device"),
+    ],
+)
 def test_merged_state_loads_under_another_plan(tmp_path, mesh, through):
     optimizer = OPTIMIZERS["adam"]
     modules, optimizers, deduped, deduped_optimizers = Model(

@@ -24,8 +24,10 @@ def saved(name, directory):
     return shardwright.read_checkpoint(directory).module
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "bert", "t5", "vit"])
-@pytest.mark.parametrize("max_file_bytes", [None, 4000])
+@pytest.mark.parametrize(
+    ("name", "max_file_bytes"),
+    [("gpt2", 4000), ("llama-tied", None), ("bert", 4000), ("t5", 4000), ("vit", None)],
+)
 def test_from_pretrained_reads_an_export(tmp_path, name, max_file_bytes):
     expected = saved(name, tmp_path / "run")
     model = c.model_of(name)

@@ -37,9 +37,16 @@ def test_every_schedule_with_fewer_and_more_microbatches_than_ranks(tmp_path, na
             train(folder, make_pipe(name, num_ranks, num_microbatches, chunks), steps=1)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize(
-    ("tp", "cut"), [((2, 1), ()), ((2, 1), (0,)), ((1, 3), ()), ((2, 2), (0,)), ((3, 2), (0,))]
+    ("name", "tp", "cut"),
+    [
+        ("1f1b", (2, 1), ()),
+        ("zb_v", (2, 1), (0,)),
+        ("zb_h1", (1, 3), ()),
+        ("1f1b", (2, 2), (0,)),
+        ("zb_v", (3, 2), (0,)),
+        ("zb_h1", (3, 2), (0,)),
+    ],
 )
 def test_stages_on_unequal_meshes(tmp_path, name, tp, cut):
     chunks = SCHEDULES[name].min_chunks
@@ -100,7 +107,7 @@ def test_an_asynchronous_reducer_starts_in_the_last_backward_of_a_stage(tmp_path
         assert len(set(started)) > 1 and started[0] > 0, (rank, started)
 
 
-@pytest.mark.parametrize("dummies", [(0,), (1, 3), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("dummies", [(1, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("name", TRAINING)
 def test_dummies_add_nothing(tmp_path, name, dummies):
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks)

@@ -94,8 +94,7 @@ def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, fac
 # parity with one device
 
 
-@pytest.mark.parametrize("poisoned_rank", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("accumulate", "poisoned_rank"), [(1, 1), (3, 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path, poisoned_rank, accumulate):
     """The gradient that overflows is of a weight that tp cuts: no sum brings it to the other half
     of the ranks.

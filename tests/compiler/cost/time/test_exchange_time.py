@@ -245,11 +245,17 @@ def test_nothing_hides_the_exchange(beside: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bytes_per_s"),
-    [("Adafactor", 1e5), ("Adafactor", 1e8), ("zero_training:Muonlike", 1e5)],
-)
-@pytest.mark.parametrize(
-    ("plan", "runtime", "zero"), [(2, 2, 0), (4, 4, 0), (4, 8, 1), (2, 4, 2), (2, 4, 3), (1, 4, 3)]
+    ("plan", "runtime", "zero", "name", "bytes_per_s"),
+    [
+        (2, 2, 0, "Adafactor", 1e5),
+        (4, 4, 0, "zero_training:Muonlike", 1e5),
+        (4, 8, 1, "Adafactor", 1e8),
+        (2, 4, 2, "zero_training:Muonlike", 1e5),
+        (2, 4, 2, "Adafactor", 1e5),
+        (2, 4, 3, "Adafactor", 1e8),
+        (1, 4, 3, "Adafactor", 1e5),
+        (1, 4, 3, "zero_training:Muonlike", 1e5),
+    ],
 )
 def test_a_search_adds_up_what_the_audit_does(
     plan: int, runtime: int, zero: int, name: str, bytes_per_s: float

@@ -59,7 +59,15 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         verify_zoo("mlp", "tp", TWO, outside=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=pytest.mark.slow if case in ("tp", "sp", "cp", "experts-tp") else ()
+        )
+        for case in CASES
+    ],
+)
 def test_programs_of_the_museum_are_right(case: str) -> None:
     assert verdict(case) == "accepted"
 

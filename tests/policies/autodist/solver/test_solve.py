@@ -229,6 +229,7 @@ def test_an_interruption_before_any_choice_goes_on_to_the_caller() -> None:
         solve(chain_with_memory(), time_limit_s=NEVER_S, on_improvement=interrupt)
 
 
+@pytest.mark.slow
 def test_the_time_limit_and_the_target_gap_end_the_search() -> None:
     problem = chain_with_memory(900, room=0.7)
     start = time.process_time()  # what other processes take does not count

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections.abc
 import itertools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
@@ -95,14 +96,23 @@ def kind_of(annotation: Any) -> Kind | None:
         and plain is not object
         and not getattr(plain, "_is_protocol", False)
     ):
-        module = plain.__module__.split(".")[0]
-        name = (
-            plain.__name__
-            if module in ("builtins", "shardwright")
-            else f"{module}.{plain.__name__}"
-        )
+        name = _public_name(plain)
         return Kind(lambda value: isinstance(value, plain), f"{_article(name)} {name}")
     return None
+
+
+def _public_name(cls: type) -> str:
+    """The name under which users import a class: ``torch.nn.Module``, though it is defined in
+    ``torch.nn.modules.module``.
+    """
+    parts = cls.__module__.split(".")
+    if parts[0] in ("builtins", "shardwright"):
+        return cls.__name__
+    for count in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:count])
+        if getattr(sys.modules.get(prefix), cls.__name__, None) is cls:
+            return f"{prefix}.{cls.__name__}"
+    return cls.__name__
 
 
 def _article(word: str) -> str:

@@ -15,6 +15,7 @@ from types import ModuleType
 import bad_inputs
 import pytest
 import torch
+from torch import nn
 
 import shardwright
 from shardwright import ArgumentError, ComputeConfig, Mesh, rank_groups
@@ -23,6 +24,19 @@ from shardwright.compiler.schedule.files import from_csv
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, PlanError
+
+
+def test_classes_have_the_names_under_which_they_are_imported() -> None:
+    for kind, value, words in (
+        (shardwright.load_checkpoint, {"module": 3}, "'module' is a torch.nn.Module"),
+        (
+            shardwright.save_checkpoint,
+            {"module": nn.Linear(1, 1), "optimizer": 3},
+            "a torch.optim.Optimizer or None",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            kind("checkpoints", **value)
 
 
 def test_some_bad_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

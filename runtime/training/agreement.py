@@ -4,8 +4,9 @@ Nothing stops a script from setting another learning rate on one rank, from step
 from giving it another batch. The collectives still meet, and the numbers are wrong. So ranks
 compare, in the first step and then in every ``ComputeConfig.check_ranks_every``-th one:
 
-- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers
-  change;
+- all ranks: how many steps they have taken, how often they have cleared gradients that no step has
+  used, and the options of their optimizer, which schedulers change. These are a few numbers, so
+  they are compared in the 2nd, 3rd, 5th, 9th, ... step, too: scripts go wrong early;
 - the ranks of a unit: the arguments of the next call
   (:mod:`shardwright.runtime.module.call_checks`);
 - ranks with copies of a parameter: its values (:mod:`shardwright.runtime.training.copies`).
@@ -49,19 +50,20 @@ class Part(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Standing:
     """Where a rank stands in its training. ``groups``: the options of each parameter group, which
-    all ranks have alike.
+    all ranks have alike. ``num_dropped``: how often it has cleared gradients that no step has used.
     """
 
     num_steps: int
     step: int
     groups: Sequence[Mapping[str, str]]
+    num_dropped: int
 
     def to_json(self) -> list[Any]:
-        return [self.num_steps, self.step, self.groups]
+        return [self.num_steps, self.step, self.groups, self.num_dropped]
 
     def digest(self) -> list[int]:
         """Numbers that are the same on two ranks where everything else is."""
-        return [self.num_steps, self.step, _crc(self.groups)]
+        return [self.num_steps, self.step, _crc(self.groups), self.num_dropped]
 
 
 class TrainingAgreement:
@@ -79,6 +81,7 @@ class TrainingAgreement:
         self._num_sums = 0
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._num_steps = 0
+        self._num_dropped = 0
 
     def watch(self, optimizer: Optimizer) -> None:
         """Compare the options of ``optimizer`` from now on, too."""
@@ -87,6 +90,13 @@ class TrainingAgreement:
     def note_step(self) -> None:
         """The optimizer has taken a step."""
         self._num_steps += 1
+
+    def note_dropped(self) -> None:
+        """Gradients were cleared that no step has used. A rank that leaves out a step meets the
+        others in their next sum, so that it has taken as many steps as they have; it has dropped
+        what they have not.
+        """
+        self._num_dropped += 1
 
     def check(self) -> None:
         """Count a sum of gradients, and compare if it is time. Collective.
@@ -97,17 +107,18 @@ class TrainingAgreement:
         self._num_sums += 1
         if self._world.size == 1:
             return
-        if number == 0 or (interval and number % interval == 0):
-            self._compare_standings(number)
+        is_due = number == 0 or (interval and number % interval == 0)
+        if is_due and number:  # the first call has compared already
+            for part in self._living_parts():
+                part.expect_comparison()
+        if is_due or (number < interval and number.bit_count() == 1):
+            self._compare_standings()
         # One step later, when the arguments of the call have been compared: other arguments make
         # copies drift, too, and whoever reads the error wants the cause.
         if interval and number > interval and number % interval == 1 % interval:
             _refuse_copies(self._copies.find_on_all_ranks())
 
-    def _compare_standings(self, number: int) -> None:
-        if number:  # the first call has compared already
-            for part in self._living_parts():
-                part.expect_comparison()
+    def _compare_standings(self) -> None:
         mine = self._standing()
         digests = self._world.everyone.all_gather(
             torch.tensor(mine.digest(), device=self._world.device), phase="setup"
@@ -123,7 +134,7 @@ class TrainingAgreement:
         optimizer = None if self._optimizer is None else self._optimizer()
         groups = [] if optimizer is None else [_options(group) for group in optimizer.param_groups]
         step = next((part.rng.step for part in self._living_parts()), 0)
-        return _Standing(self._num_steps, step, groups)
+        return _Standing(self._num_steps, step, groups, self._num_dropped)
 
     def _refuse(self, standings: Sequence[_Standing]) -> None:
         ranks = range(len(standings))
@@ -131,6 +142,12 @@ class TrainingAgreement:
         _compare(
             "the number of steps that the optimizer has taken",
             {rank: str(standings[rank].num_steps) for rank in ranks},
+            "call optimizer.step() equally often on all ranks: what one rank skips, all of "
+            "them must skip",
+        )
+        _compare(
+            "how often gradients were cleared that no step has used",
+            {rank: str(standings[rank].num_dropped) for rank in ranks},
             "call optimizer.step() equally often on all ranks: what one rank skips, all of "
             "them must skip",
         )

@@ -65,6 +65,7 @@ class Reducer:
         self._next = 0  # the first bucket that has not started
         self._holding = False
         self._is_cleared = True
+        self._has_arrived = False  # a gradient, since the last sum or clearing
         self._has_warned = False
         self.agreement: TrainingAgreement | None = None
         self._pre_hooks: Hooks = OrderedDict()
@@ -119,6 +120,7 @@ class Reducer:
             if bucket.started:
                 bucket.finish(self.divisor, self._after)
         self.is_synced = True
+        self._has_arrived = False
         # A rank without parameters has no buckets that start; it takes part once after each time
         # they are cleared.
         if self.agreement is not None and (
@@ -153,6 +155,11 @@ class Reducer:
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients: the next backward begins anew."""
+        # A pipeline has summed them in train_step, so its ranks count steps, also those without
+        # parameters.
+        if self._has_arrived and self.agreement is not None:
+            self.agreement.note_dropped()
+        self._has_arrived = False
         self.reopen()
         self._is_cleared = True
         for bucket in self.buckets:
@@ -213,6 +220,7 @@ class Reducer:
             self._refuse_second_backward(bucket, index)
         if not (bucket.is_local or self._has_warned):
             self._warn_of_hooks(bucket.members[index])
+        self._has_arrived = True
         if bucket.members[index].parameter.grad is not None:
             bucket.take(index)
         if (self.asynchronous or self.frees_gradients) and not self._holding:

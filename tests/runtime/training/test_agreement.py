@@ -72,26 +72,26 @@ DIVERGING = {
         "that of all ranks",
     ),
     "a step more": (
-        3,
+        2,
         {
             "act": lambda rank, step, module, optimizer: (
                 optimizer.step() if (rank, step) == (3, 1) else None
             )
         },
         "the ranks do not agree on the number of steps that the optimizer has taken\n"
-        "  why:   ranks 0, 1, 2: 3; rank 3: 4\n"
+        "  why:   ranks 0, 1, 2: 2; rank 3: 3\n"
         "  try:   call optimizer.step() equally often on all ranks: what one rank skips, all "
         "of them must skip",
     ),
     "another checkpoint": (
-        3,
+        1,
         {
             "act": lambda rank, step, module, optimizer: (
                 skip_ahead(module) if (rank, step) == (0, 0) else None
             )
         },
         "the ranks do not agree on the step at which training stands\n"
-        "  why:   rank 0: 10; ranks 1, 2, 3: 3\n"
+        "  why:   rank 0: 8; ranks 1, 2, 3: 1\n"
         "  try:   load the same checkpoint on all ranks",
     ),
 }
@@ -108,6 +108,32 @@ def test_a_rank_that_trains_otherwise_is_named(tmp_path, name):
     assert str(error.value) == text
 
 
+def test_a_step_that_one_rank_leaves_out_is_told_soon(tmp_path):
+    """It has taken as many steps as the others at each sum: it meets them one batch late."""
+    directory = files(tmp_path, 100)
+
+    def on_rank(rank):
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.01)
+        for step in range(8):
+            optimizer.zero_grad()
+            module(*make_batch(step)).backward()
+            if (rank, step) not in {(2, 2), (3, 2)}:  # a whole unit, whose own sums agree
+                optimizer.step()
+            steps[rank] = step
+
+    steps = {}
+    with pytest.raises(UsageError) as error:
+        run_ranks(4, on_rank)
+    assert str(error.value) == (
+        "the ranks do not agree on how often gradients were cleared that no step has used\n"
+        "  why:   ranks 0, 1: 0; ranks 2, 3: 1\n"
+        "  try:   call optimizer.step() equally often on all ranks: what one rank skips, all "
+        "of them must skip"
+    )
+    assert max(steps.values()) <= 4
+
+
 def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     """A rank whose data has shifted by one batch; that of another unit may be any."""
     directory = files(tmp_path)
@@ -120,7 +146,10 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("every", "due"), [(EVERY, [0, 3, 4, 6]), (0, [0]), (1, list(range(7)))])
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [(EVERY, [0, 1, 2, 3, 4, 6]), (6, [0, 1, 2, 4, 6]), (0, [0]), (1, list(range(7)))],
+)
 def test_in_between_nothing_is_sent(tmp_path, every, due):
     """One step after a comparison of all ranks, those of a unit compare the arguments."""
     for volumes in train(files(tmp_path, every), 7):

@@ -1,7 +1,9 @@
 """A search whose fastest plan is too large: it takes the loss in pieces, and says so."""
 
 import functools
-from typing import Any
+import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import plans
 import pytest
@@ -11,10 +13,15 @@ import zoo
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.step_memory import program_memory
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.autodist_policy import POLICY, search
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.questions.explain import Request, explain_operator
+from shardwright.policies.autodist.search.loss_pieces import LossPieces
+from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -53,3 +60,39 @@ def test_it_may_be_forbidden() -> None:
     with pytest.raises(PlanError) as refused:
         POLICY.apply(graph(), config(loss_pieces=False))
     assert "pieces" not in str(refused.value)
+
+
+class Tried(LossPieces):
+    """Notes which plans it would try."""
+
+    def _logits_bytes(self) -> float:
+        return math.inf
+
+    def _try(self, candidate: Candidate, cost: PlanCost) -> None:
+        self.state.tried.append(candidate)
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_where_nothing_fits_what_needs_least_is_tried_first_also_in_overtime(
+    has_plan: bool, is_late: bool
+) -> None:
+    """Plans of 1 to 6 s, slower ones for less memory: the last one needs least. Another fits, and
+    takes 9 s. When it is late, the limit of 100 s is over, of which the search had half to work.
+    """
+    walls, works = iter([0.0, *(200.0,) * 50]), iter([0.0, *(60.0,) * 50])
+    watch = Stopwatch(lambda: next(walls), lambda: next(works)) if is_late else Stopwatch()
+    state = SimpleNamespace(
+        result=SimpleNamespace(audited=["it"] if has_plan else []),
+        space=SimpleNamespace(memory_bytes=80.0),
+        clock=Clock(100.0, watch),
+        best_s=lambda: 9.0,
+        tried=[],
+        end_by_time=lambda: None,
+    )
+    costs = [SimpleNamespace(step_s=float(n), peak_bytes=250.0 - n) for n in range(1, 7)]
+    too_large = [(cost.step_s, cost) for cost in reversed(costs)]
+    Tried(cast(Any, state), cast(Any, SimpleNamespace(too_large=too_large))).run()
+    before = [] if has_plan else [6.0]
+    fastest = [] if has_plan and is_late else [1.0, 2.0, 3.0, 4.0]
+    assert state.tried == [*before, *fastest]

@@ -15,10 +15,11 @@ all layers computed again needs 210 GB, and 40 GB in pieces: where nothing fits 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Note
@@ -42,16 +43,19 @@ MOST = 4
 
 @dataclass(frozen=True)
 class LossPieces:
-    """The part of a search that comes where plans were too large."""
+    """The part of a search that comes where plans were too large: those of the search, and later
+    those of simple policies. ``tried``: what was tried before.
+    """
 
     state: SearchState
     audits: Audits
+    tried: list[Candidate] = field(default_factory=list)
 
     def run(self) -> None:
         """Try plans that are predicted to be faster than the best one, the fastest first. Where
         nothing has fitted, what needs least comes before them.
         """
-        logits_bytes = self._logits_bytes()
+        saved_bytes = most_saved_bytes(self.state.graph)
         for candidate, cost in self._in_order():
             has_plan, clock = bool(self.state.result.audited), self.state.clock
             # Each try is an audit, which must be able to end in time; without a plan, in overtime.
@@ -61,13 +65,16 @@ class LossPieces:
             over = cost.peak_bytes - self.state.space.memory_bytes
             is_wanted = not has_plan or cost.step_s < self.state.best_s()
             # Pieces save what whole logits take, with their gradients, and nothing more than that.
-            if over < COPIES * logits_bytes and is_wanted:
+            if over < saved_bytes and is_wanted:
+                self.tried.append(candidate)
                 self._try(candidate, cost)
         return None
 
     def _in_order(self) -> list[tuple[Candidate, PlanCost]]:
         """The plans that are tried, as far as they are wanted then."""
-        found = sorted(self.audits.too_large, key=lambda item: item[1].step_s)
+        tried = set(map(id, self.tried))
+        found = [item for item in self.audits.too_large if id(item[0]) not in tried]
+        found.sort(key=lambda item: item[1].step_s)
         if not found or self.state.result.audited:
             return found[:MOST]
         leanest = min(found, key=lambda item: item[1].peak_bytes)
@@ -99,11 +106,14 @@ class LossPieces:
                 return
             needed = found.peak_bytes
 
-    def _logits_bytes(self) -> float:
-        """The bytes of the largest values that a loss makes on the way from the last product."""
-        made = (v for ops in losses(self.state.graph) for op in ops for v in op.results)
-        sizes = (product(map(estimated_size, v.shape)) * max(4, v.dtype.itemsize) for v in made)
-        return float(max(sizes, default=0.0))
+
+def most_saved_bytes(graph: IRGraph) -> float:
+    """The bytes that the loss in pieces saves at most, on all ranks together: copies of the largest
+    values that a loss makes on the way from the last product.
+    """
+    made = (v for ops in losses(graph) for op in ops for v in op.results)
+    sizes = (product(map(estimated_size, v.shape)) * max(4, v.dtype.itemsize) for v in made)
+    return COPIES * float(max(sizes, default=0.0))
 
 
 def _note(state: SearchState, count: int, needed_bytes: float) -> list[Note]:

@@ -81,7 +81,7 @@ class Search:
         self.auditor = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
         self.audits = Audits(self.state, self.auditor)
         self.meshes = MeshSearch(self.state, self.audits, least)
-        self.simple_policies = SimplePolicies(self.state, self.auditor)
+        self.simple_policies = SimplePolicies(self.state, self.audits)
 
     def run(self) -> SearchResult:
         """Search until done, out of time, or interrupted from the keyboard. An interrupted search
@@ -133,8 +133,9 @@ class Search:
             LeastMemory(self.state, self.audits).run(meshes.placed)
 
         # Where plans were too large: the same with the loss in pieces, if they are faster.
+        loss_pieces = LossPieces(self.state, self.audits)
         if self.space.pieces:
-            LossPieces(self.state, self.audits).run()
+            loss_pieces.run()
 
         # Variations of what was found: the pipeline axis further inside, more stages on each
         # position, and stages that differ.
@@ -143,11 +144,14 @@ class Search:
             meshes.try_more_chunks()
             MixedStages(self.state, self.audits).run(meshes.placed)
 
-        # Last, audit what is predicted to beat the best plan, and simple policies' plans that may.
+        # Last, audit what is predicted to beat the best plan, and simple policies' plans that may;
+        # of those that are too large the same with the loss in pieces.
         simple_policies.end_reserve()
         if self.result.audited:
             self.audits.audit_promising(most=1, near=1.0)
         simple_policies.run(meshes.placed, meshes.left)
+        if self.space.pieces:
+            loss_pieces.run()
 
     def _bound(self) -> None:
         """State what no plan takes less than, as far as that is known."""

@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.mesh_requests import (
@@ -19,7 +20,8 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
-from shardwright.policies.autodist.search.auditing import Auditor, least_of
+from shardwright.policies.autodist.search.auditing import Audits, least_of
+from shardwright.policies.autodist.search.loss_pieces import most_saved_bytes
 from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
@@ -59,8 +61,8 @@ class SimplePolicies:
     so that it also comes where time ends the search.
     """
 
-    def __init__(self, state: SearchState, auditor: Auditor) -> None:
-        self.state, self.auditor = state, auditor
+    def __init__(self, state: SearchState, audits: Audits) -> None:
+        self.state, self.audits = state, audits
         self.space, self.result, self.clock = state.space, state.result, state.clock
         self._rules = Rules(state.graph, state.config)
         self._compared: set[PipelineMesh] = set()
@@ -134,13 +136,19 @@ class SimplePolicies:
                 if _title(simple, where) in self._tried:
                     continue
                 # Without any plan that fits, whatever may fit is tried.
-                if self.state.beaten_s() == float("inf") or simple.may_fit(self.space.memory_bytes):
+                if self.state.beaten_s() == float("inf") or simple.may_fit(self._most_bytes):
                     if self._has_time(AUDIT):
                         self._try(simple, where, placed_mesh)
                     else:
                         # Not all plans of this mesh were compared.
                         all_of.discard(where)
             self._compared |= all_of
+
+    @cached_property
+    def _most_bytes(self) -> float:
+        """What a plan may need, if what the loss in pieces saves of it is enough to make it fit."""
+        saved_bytes = most_saved_bytes(self.state.graph) if self.space.pieces else 0.0
+        return self.space.memory_bytes + saved_bytes / self.state.config.plan_ngpus
 
     def _gathered(
         self, waiting: deque[tuple[PipelineMesh, PlacedMesh | None]]
@@ -303,13 +311,16 @@ class SimplePolicies:
         """
         try:
             with self.clock.timed(AUDIT):
-                cost = self.auditor(plan)
+                cost = self.audits.auditor(plan)
         except PlanError as error:
             self.result.refuse(title, error)
             return False
         if cost.peak_bytes > self.space.memory_bytes:
             # For the message if nothing fits at all: what came nearest.
             self.result.least = min(self.result.least, least_of(cost, title))
+            # With the loss in pieces it may fit.
+            candidate = Candidate(title, plan, cost.step_s, (placed,), is_simple=True)
+            self.audits.too_large.append((candidate, cost))
         elif cost.step_s < self.state.beaten_s():
             self.result.audited.insert(
                 0, Candidate(title, plan, cost.step_s, (placed,), cost=cost, is_simple=is_simple)

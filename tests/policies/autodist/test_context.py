@@ -109,6 +109,34 @@ def test_zigzag_is_tried_where_attention_is_causal_and_may_be_forbidden() -> Non
         find_policy("autodist").following(config, found[0].plan, {})
 
 
+class Words(nn.Module):
+    """Causal attention, and many more words than positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = Long(is_causal=True), nn.Linear(12, 4096)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x + self.attention.mixed(x)[..., :12])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + self.attention(x)
+
+
+def test_zigzag_has_its_loss_in_pieces_where_memory_binds() -> None:
+    """The plan of a simple policy does not fit as it is, and is the fastest with the loss in
+    pieces. What it needs without is said.
+    """
+    inputs = {"x": torch.randn(2, 512, 12), "labels": torch.randint(4096, (2, 512))}
+    model, slow = plans.annotated(plans.traced(Words(), inputs)), slow_machine(4)
+    slow = replace(slow, device=replace(slow.device, tiles=None))
+    options = AutodistOptions(degrees={"sp": 4}, memory_limit_gb=0.004)
+    best = search(model, config_of(4, memory_limit_gb=0.004), options, slow).best
+    assert best is not None and best.cost is not None
+    assert best.title == "sp=4 zigzag, as a simple policy has it, loss in 16 pieces"
+    assert best.plan.mesh.turns == (("sp", 1),) and set(best.plan.loops) == {"loss"}
+    assert best.cost.peak_bytes <= 0.004e9
+    assert any("pieces: whole, the plan needs" in note.reason for note in best.plan.notes)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "is_causal"),
     [

@@ -239,7 +239,7 @@ def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
     """It waits as long as there is any time, however little is dealt out at once."""
     search, found = searched(simple=True)
     assert found.best is not None
-    simple_policies = SimplePolicies(search.state, search.auditor)
+    simple_policies = SimplePolicies(search.state, search.audits)
     found.audited.clear()
     monkeypatch.setattr(Clock, "spent", lambda clock, more_s=0.0: 2.0)
     monkeypatch.setattr(SimplePolicies, "_has_time", lambda simple_policies, *kinds: True)

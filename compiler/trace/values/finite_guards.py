@@ -28,6 +28,7 @@ _SAME = {"all", "any", "to", "bool", "reshape", "view", "flatten", "detach"}
 _NOT = {"logical_not", "bitwise_not", "__invert__"}
 _BOTH = {"logical_and", "bitwise_and", "__and__", "__rand__"}
 _EITHER = {"logical_or", "bitwise_or", "__or__", "__ror__"}
+_FOLLOWED = _SAME | _NOT | _BOTH | _EITHER
 
 
 def finite_outcome(recorder: Recorder, tensor: torch.Tensor) -> bool | None:
@@ -37,7 +38,7 @@ def finite_outcome(recorder: Recorder, tensor: torch.Tensor) -> bool | None:
     ``None`` if it looks at anything else.
     """
     looked_at: dict[str, IRValue] = {}
-    outcome = _outcome(recorder, recorder.value(tensor), looked_at)
+    outcome = _outcome(recorder, recorder.value(tensor), looked_at, {})
     if outcome is None:
         return None
     for value in looked_at.values():
@@ -47,7 +48,24 @@ def finite_outcome(recorder: Recorder, tensor: torch.Tensor) -> bool | None:
     return outcome
 
 
-def _outcome(recorder: Recorder, value: IRValue, looked_at: dict[str, IRValue]) -> bool | None:
+def _outcome(
+    recorder: Recorder,
+    value: IRValue,
+    looked_at: dict[str, IRValue],
+    known: dict[str, bool | None],
+) -> bool | None:
+    """``known``: the outcomes of the values that were looked at already, by name."""
+    if value.name not in known:
+        known[value.name] = _outcome_of_call(recorder, value, looked_at, known)
+    return known[value.name]
+
+
+def _outcome_of_call(
+    recorder: Recorder,
+    value: IRValue,
+    looked_at: dict[str, IRValue],
+    known: dict[str, bool | None],
+) -> bool | None:
     made_by = recorder.calls.get(value.name)
     if made_by is None:
         return None
@@ -57,8 +75,11 @@ def _outcome(recorder: Recorder, value: IRValue, looked_at: dict[str, IRValue]) 
     if call.name in _OF_FINITE and isinstance(call.args[0], IRValue):
         looked_at[call.args[0].name] = call.args[0]
         return _OF_FINITE[call.name]
+    # Nothing else is followed: whole models lie behind the numbers that branches look at.
+    if call.name not in _FOLLOWED:
+        return None
     operands: list[Any] = [arg for arg in call.args if isinstance(arg, IRValue)]
-    outcomes = [_outcome(recorder, operand, looked_at) for operand in operands]
+    outcomes = [_outcome(recorder, operand, looked_at, known) for operand in operands]
     # One part that is no such question, and the whole cannot be answered.
     if not outcomes or None in outcomes:
         return None

@@ -172,3 +172,26 @@ def test_a_call_that_takes_another_way_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(InputError, match=message):
             plans.run_once(tmp_path / name, compiled, {name: bad})
+
+
+class Asks(nn.Module):
+    """Branches on what the whole model in front of it has computed."""
+
+    def __init__(self, asks: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(40):  # a path through the sums and another around them, 2**40 in all
+            x = x + x.tanh()
+        asked = self.asks(x)
+        for _ in range(40):
+            asked = asked | asked
+        return x if asked else -x
+
+
+def test_a_branch_is_decided_by_looking_at_each_value_once() -> None:
+    with pytest.raises(TraceError, match="needs the values of a tensor"):
+        trace(Asks(lambda x: x.sum() > 0), {"x": X})
+    graph = traced(Asks(lambda x: x.isnan().any()), {"x": X})
+    assert [op.target for op in graph.ops].count("only_finite") == 1

@@ -7,6 +7,7 @@ predicted and 2.0 s as audited (:class:`Candidate`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -19,6 +20,12 @@ from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedu
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule_actions import ActionKind
+
+
+@functools.lru_cache(maxsize=64)
+def _published(name: str, num_positions: int, num_microbatches: int, chunks: int) -> Schedule:
+    """A search asks for the same few schedules many times."""
+    return generate(name, num_positions, num_microbatches, chunks)
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,8 @@ class CutRequest:
         """The order of work. There is none without pipeline stages."""
         if self.by_hand is not None:
             return self.by_hand
-        return generate(
-            self.named_schedule.name,
-            self.num_positions,
-            num_microbatches,
-            self.named_schedule.chunks,
-        )
+        name, chunks = self.named_schedule.name, self.named_schedule.chunks
+        return _published(name, self.num_positions, num_microbatches, chunks)
 
     @property
     def num_stages(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -41,7 +41,7 @@ from shardwright.policies.autodist.stages.chain import (
     layer_pattern,
     nested_starts,
 )
-from shardwright.policies.autodist.stages.scheduled import Known, least_step_s
+from shardwright.policies.autodist.stages.scheduled import Game, Known, ScheduledBound
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import (
     InFlight,
@@ -175,30 +175,23 @@ class Cutter:
         enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
         return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
 
-    def scheduled_bound_s(
-        self, cut_request: CutRequest, enough_s: float, is_over: Callable[[], bool]
-    ) -> float:
-        """Seconds that no cut of a cut request takes less than, as its stages wait for one another
-        on its schedule and share the memory of their positions. No better bound is looked for than
-        ``enough_s``.
+    def scheduled_bound(self, cut_request: CutRequest) -> ScheduledBound:
+        """What no cut of a cut request takes less than, as its stages wait for one another on its
+        schedule and share the memory of their positions: to be found out by playing.
         """
         named_schedule, count = cut_request.named_schedule, self.space.num_microbatches
         schedule = cut_request.schedule(count)
         if (key := (named_schedule, cut_request.num_positions)) not in self._waits:
             self._waits[key] = Chains(schedule), Known()
         waits, known = self._waits[key]
-        # Overlap of communication can make a step shorter than its actions are, by that share.
-        config, alone = cut_request.placements[0].walk.setting.config, _alone(cut_request, count)
-        share = share_despite_overlap(
-            config, cut_request.num_positions, named_schedule.chunks, count
-        )
-        found = []
+        alone, memory = _alone(cut_request, count), self.space.memory_bytes
+        games = []
         # For each way to see the model as blocks: the least of what its stages can have.
         for starts, layers in self._chains(cut_request.placements[0].walk, schedule.num_stages):
             costs = [
                 self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
             ]
-            messages, memory = self._messages_of(cut_request, starts), self.space.memory_bytes
+            messages = self._messages_of(cut_request, starts)
             placed_blocks = self._placed_blocks(cut_request, costs)
             placements = []
             for number, (lowered, placement) in enumerate(
@@ -208,16 +201,13 @@ class Cutter:
                 stage_costs = StageCosts(placement, count, False)
                 relief_s = messages.relief_by_side_s(number)
                 placements.append(Least(stage_costs, relief_s, inputs_s, alone, memory))
-            bound = least_step_s(
-                waits,
-                placements,
-                self._num_devices(cut_request),
-                enough_s / share,
-                is_over,
-                known,
-            )
-            found.append(share * bound)
-        return min(found)
+            games.append(Game(waits, placements, self._num_devices(cut_request), known))
+        # Overlap of communication can make a step shorter than its actions are, by that share.
+        config = cut_request.placements[0].walk.setting.config
+        share = share_despite_overlap(
+            config, cut_request.num_positions, named_schedule.chunks, count
+        )
+        return ScheduledBound(games, share)
 
     def leanest(self, cut_request: CutRequest) -> Candidate | None:
         """The stages that take least memory by the model of stages, whether they fit or not."""

@@ -8,7 +8,7 @@ stages), and lists every mesh that was tried with its own bound.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
@@ -18,9 +18,48 @@ from shardwright.policies.autodist.candidates.meshes import with_pp
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
 from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
+from shardwright.policies.autodist.stages.scheduled import ScheduledBound
+
+ROUNDS = 8
+"""How many rounds of a game are played before it is looked again which bound is the least."""
 
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the arithmetic alone."""
+
+
+@dataclass
+class _Raising:
+    """A bound that may be raised: of a ``candidate``, or else of cuts of one request that were
+    never made. It is the least of those of the ``cut_requests``, where they say more than what was
+    known before.
+    """
+
+    bound_s: float
+    cut_requests: list[CutRequest]
+    candidate: Candidate | None = None
+    split_bound_s: float = 0.0  # of the candidate, before
+
+    def raise_to(self, result: SearchResult, found_s: float) -> bool:
+        """Keep in the result what was found. Returns whether it is a bound of this."""
+        before = self.candidate
+        if before is None:
+            title = self.cut_requests[0].title
+            if found_s == float("inf"):  # no split of this placement fits
+                del result.bounds[title], result.bounded[title]
+                result.unbounded.append(title)
+                return False
+            self.bound_s = result.bounds[title] = max(self.bound_s, found_s)
+            return True
+        # A plan by rule that takes less than all that the search could cut in its place: the
+        # placement chosen there is not the best, and its stages say nothing of others.
+        is_of_others = found_s > before.step_s * (1 + 1e-9)
+        after = replace(
+            before, split_bound_s=max(self.split_bound_s, 0.0 if is_of_others else found_s)
+        )
+        result.audited = [after if other is before else other for other in result.audited]
+        result.others = [after if other is before else other for other in result.others]
+        self.candidate, self.bound_s = after, after.bound_s
+        return not is_of_others
 
 
 def raise_bounds(state: SearchState) -> None:
@@ -30,16 +69,15 @@ def raise_bounds(state: SearchState) -> None:
     any placement, and by stages one by one. That leaves out what positions with several stages wait
     for, and that these share its memory; so it says of many schedules that they might still be
     better than the best plan. Only those that might are looked at again here
-    (``stages/scheduled.py``), also those whose stages may differ. The best plan's own schedule
-    comes first, which says most of how far the others need be raised; then the one of the least
-    bound, and none further than the least bound that nothing is known to raise. So the first that
-    cannot be raised is the last.
+    (``stages/scheduled.py``), also those whose stages may differ. It is always the least bound that
+    is raised next, a little, and none further than the least that cannot be raised any more. So the
+    first that cannot be raised is the last.
     """
     result = state.result
     if result.best is None:
         return
     # Pipelines can be bounded better; of all else the bounds stay as they are.
-    waiting: list[tuple[float, list[CutRequest], Candidate | None]] = []
+    waiting: list[_Raising] = []
     rest: list[float] = []
     asked = _requests_by_pipeline(result)
     for tried in result.tried:
@@ -48,12 +86,12 @@ def raise_bounds(state: SearchState) -> None:
         if tried.cut_request is None and tried.plan.stages:
             cut_requests = asked.get(_pipeline(tried), [])
         if cut_requests and tried.plan.stages:
-            waiting.append((tried.bound_s, cut_requests, tried))
+            waiting.append(_Raising(tried.bound_s, cut_requests, tried, tried.split_bound_s))
         else:
             rest.append(tried.bound_s)
     for title, bound_s in result.bounds.items():
         if title in result.bounded:
-            waiting.append((bound_s, [result.bounded[title]], None))
+            waiting.append(_Raising(bound_s, [result.bounded[title]], None))
         else:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
@@ -61,20 +99,18 @@ def raise_bounds(state: SearchState) -> None:
     until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
 
     # Only a share of the time that is left goes into bounds.
-    def is_over() -> bool:
+    def is_late() -> bool:
         return state.clock.seconds >= until_s
 
-    known: dict[tuple[object, ...], float] = {}
-    # The best plan first, then the least bounds.
-    for bound_s, cut_requests, candidate in sorted(
-        waiting, key=lambda item: (item[2] is not result.best, item[0])
-    ):
-        # No plan below: neither this bound nor any later one is the least.
-        if bound_s >= enough_s:
-            continue
-        raised_s = float("inf")
-        for cut_request in cut_requests:
-            # Requests with the same placements and schedule have one bound.
+    # Requests with the same placements and schedule have one bound.
+    known: dict[tuple[object, ...], ScheduledBound] = {}
+    while waiting and not is_late():
+        raising = min(waiting, key=lambda item: item.bound_s)
+        # No plan below: neither this bound nor any other one is the least.
+        if raising.bound_s >= enough_s:
+            break
+        scheduled = []
+        for cut_request in raising.cut_requests:
             key = (
                 *(id(lowered.walk) for lowered in cut_request.placements),
                 cut_request.num_positions,
@@ -82,28 +118,17 @@ def raise_bounds(state: SearchState) -> None:
                 cut_request.named_schedule,
             )
             if key not in known:
-                if is_over():
-                    return
-                known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
-            raised_s = min(raised_s, known[key])
-        if candidate is None:
-            # The bound may be that of many cuts that were never made.
-            title = cut_requests[0].title
-            if raised_s == float("inf"):  # no split of this placement fits
-                del result.bounds[title], result.bounded[title]
-                result.unbounded.append(title)
-                continue
-            result.bounds[title] = max(bound_s, raised_s)
-            enough_s = min(enough_s, result.bounds[title])
-            continue
-        # A plan by rule that takes less than all that the search could cut in its place: the
-        # placement chosen there is not the best, and its stages say nothing of others.
-        if raised_s > candidate.step_s * (1 + 1e-9):
-            raised_s = 0.0
-        raised = replace(candidate, split_bound_s=max(candidate.split_bound_s, raised_s))
-        enough_s = min(enough_s, raised.bound_s)
-        result.audited = [raised if other is candidate else other for other in result.audited]
-        result.others = [raised if other is candidate else other for other in result.others]
+                known[key] = state.cutter.scheduled_bound(cut_request)
+            scheduled.append(known[key])
+        least = min(scheduled, key=lambda bound: bound.bound_s)
+        if least.bound_s <= raising.bound_s:
+            least.play(enough_s, ROUNDS, is_late)
+        least = min(scheduled, key=lambda bound: bound.bound_s)
+        is_raised = raising.raise_to(result, least.bound_s)
+        if least.is_over or not is_raised:
+            waiting.remove(raising)
+            if is_raised or raising.candidate is not None:
+                enough_s = min(enough_s, raising.bound_s)
 
 
 Pipeline = tuple[tuple[int, ...], int, str, int]

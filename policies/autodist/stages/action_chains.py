@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 
 from shardwright.compiler.schedule.dataflow import Dataflow
@@ -76,6 +79,41 @@ class Chains:
             for rank, own in enumerate(schedule.actions)
         ]
 
+    @functools.cached_property
+    def by_position(self) -> Sequence[Array]:
+        """Of each position the chain of all that it does, with what it waits for before its first
+        action and what waits for its last one, where that is most actions: ``[stage, part]``, how
+        often it has each.
+        """
+        nothing, before = len(self._before), self._before.tolist()
+        # How many actions come one after the other before each, and after it.
+        heads, tails, after = [0] * (nothing + 1), [0] * nothing, [nothing] * nothing
+        heads[nothing] = -1
+        for number, others in enumerate(before):
+            heads[number] = 1 + max(heads[other] for other in others)
+        for number in reversed(range(nothing)):
+            for other in before[number]:
+                if other < nothing and tails[other] <= tails[number]:
+                    tails[other], after[other] = tails[number] + 1, number
+        own: dict[tuple[int, ...], list[int]] = {tuple(stages): [] for _, stages in self._last}
+        position_of = {stage: stages for stages in own for stage in stages}
+        for number, stage in enumerate(self._stages.tolist()):
+            own[position_of[stage]].append(number)
+        found = []
+        for last, stages in self._last:
+            chain = list(own[tuple(stages)])
+            number = chain[0]
+            while (number := max(before[number], key=heads.__getitem__)) < nothing:
+                chain.append(number)
+            number = last
+            while after[number] < nothing:
+                number = after[number]
+                chain.append(number)
+            # It ends with what its last position does once per step.
+            ends = position_of[int(self._stages[number])]
+            found.append(self._counts(chain, ends))
+        return found
+
     def longest(self, times: Array) -> list[tuple[float, Array]]:
         """The longest chain that ends at each position: its seconds, and ``[stage, part]`` how
         often it has each. ``times``: ``[stage, part]``, of one microbatch, or once.
@@ -100,18 +138,21 @@ class Chains:
             while number < len(origins):
                 chain.append(number)
                 number = origins[number]
-            # How often the chain has each kind of action of each stage.
-            often = np.bincount(
-                self._stages[chain] * len(KINDS) + self._kinds[chain],
-                minlength=self.num_stages * len(KINDS),
-            )
-            counts = np.zeros((self.num_stages, NUM_PARTS))
             # What the last position does once per step belongs to its chain.
-            counts[list(stages), ONCE] = 1.0
-            for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
-                counts[:, list(PARTS[kind])] += column[:, None]
-            found.append((length, counts))
+            found.append((length, self._counts(chain, stages)))
         return found
+
+    def _counts(self, chain: Sequence[int], once: Sequence[int]) -> Array:
+        """How often a chain has each kind of action of each stage, and what stages do once."""
+        often = np.bincount(
+            self._stages[chain] * len(KINDS) + self._kinds[chain],
+            minlength=self.num_stages * len(KINDS),
+        )
+        counts = np.zeros((self.num_stages, NUM_PARTS))
+        counts[list(once), ONCE] = 1.0
+        for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
+            counts[:, list(PARTS[kind])] += column[:, None]
+        return counts
 
 
 def _moments(schedule: Schedule) -> list[Array]:

@@ -107,6 +107,14 @@ class Splits:
             after = further
         return 1 - left / max(1, known)
 
+    def leave_out_alone(self, counts: Array, above_s: float) -> None:
+        """Leave out the stages that take more by themselves."""
+        for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
+            self.may_have[stage] = [
+                mask & (least.priced(stage, own) <= above_s)
+                for least, mask in zip(self.placements, masks, strict=True)
+            ]
+
     def has(self, path: Path) -> bool:
         """Whether no stage of a split is left out."""
         return all(

@@ -81,9 +81,9 @@ class Chains:
 
     @functools.cached_property
     def by_position(self) -> Sequence[Array]:
-        """Of each position the chain of all that it does, with what it waits for before its first
-        action and what waits for its last one, where that is most actions: ``[stage, part]``, how
-        often it has each.
+        """The chain of all that each position does, with what its first action waits for and what
+        waits for its last one, where that is most actions: ``[stage, part]``, how often it has
+        each.
         """
         nothing, before = len(self._before), self._before.tolist()
         # How many actions come one after the other before each, and after it.

@@ -243,8 +243,10 @@ def _queries_sent(
     if call.op.target not in ATTENTION:
         return []
     assert call.op.rule is not None
-    outermost = call.op.rule.operands[0][-2][0].factor
-    cutting = factor_axes(assignment, mesh).get(outermost, ())
+    queries = call.op.rule.operands[0][-2]
+    if not queries:  # a single one, as where tokens are generated one by one
+        return []
+    cutting = factor_axes(assignment, mesh).get(queries[0].factor, ())
     axes = [axis for axis in cutting if mesh.axis_size(axis) > 1]
     if not axes:
         return []

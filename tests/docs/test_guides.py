@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +40,6 @@ def run_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(name)
-
-
-def torchrun(num_ranks: int, folder: Path, script: str) -> None:
-    """Run a script of ``folder`` as the guides say."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        script,
-    ]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -178,13 +153,12 @@ def test_the_registered_function_of_the_guide(
     )
 
 
-@pytest.mark.parametrize("start", [run_script, pytest.param(torchrun, marks=pytest.mark.slow)])
-def test_the_readme_trains_on_two_ranks(start: Callable[..., None], tmp_path: Path) -> None:
+def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
     training, project, trainer = blocks("README.md")
     assert trainer == blocks("docs/trainers.md")[0], "the test of that page runs it"
     for name, block in (("train.py", training), ("my_project.py", project)):
         (tmp_path / name).write_text(block)
-    start(2, tmp_path, "train.py")
+    run_script(2, tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
     generated = next(tmp_path.rglob("gencode0.py")).read_text().replace("        ", "")
     (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

@@ -101,9 +101,9 @@ def test_each_layer_has_its_own_classes() -> None:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "num_ranks", "expected"),
     [
-        (8, 8, 4, "heads"),
+        pytest.param(8, 8, 4, "heads", marks=pytest.mark.slow),
         (8, 4, 4, "kv_heads"),
-        (8, 2, 2, "kv_heads"),
+        pytest.param(8, 2, 2, "kv_heads", marks=pytest.mark.slow),
         (8, 2, 4, "heads_per_kv"),
         (8, 1, 4, "heads"),
     ],

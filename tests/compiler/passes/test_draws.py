@@ -89,7 +89,7 @@ class Attends(nn.Module):
 @pytest.mark.parametrize(
     ("policy", "options", "keywords"),
     [
-        ("tp", {}, ['axes=("tp",)']),
+        pytest.param("tp", {}, ['axes=("tp",)'], marks=pytest.mark.slow),
         ("data", {}, ['axes=("dp",)']),
         (
             "tp",

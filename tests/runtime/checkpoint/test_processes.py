@@ -8,13 +8,13 @@ from spawn import run_processes
 import shardwright
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "zero"),
     [
-        (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"use_zero": 2, "reducer_bucket_cap_mb": 4e-4}, marks=pytest.mark.slow),
-        pytest.param(2, {"use_zero": 1, "zero_ngroups": 2}, marks=pytest.mark.slow),
+        (2, {}),
+        (2, {"use_zero": 2, "reducer_bucket_cap_mb": 4e-4}),
+        (2, {"use_zero": 1, "zero_ngroups": 2}),
     ],
     ids=str,
 )

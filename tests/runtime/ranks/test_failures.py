@@ -116,7 +116,7 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
 @pytest.mark.parametrize(
     ("stage", "victim"),
     [
-        *((stage, 1) for stage in ("world", "arguments", "loading", "weights", "groups")),
+        *((stage, 1) for stage in ("world", "weights", "groups")),
         *(
             (stage, 0)
             for stage in (
@@ -126,7 +126,6 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
                 "packing",
                 "loading",
                 "weights",
-                "groups",
             )
         ),
     ],

@@ -167,7 +167,9 @@ def pipe_reference(pipe, num_units):
     )
 
 
-@pytest.mark.parametrize("options", [{}, ZERO[2], ZERO[3]], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), ZERO[2], ZERO[3]], ids=str
+)
 def test_in_a_pipeline_with_tied_weights(tmp_path, options):
     """Most stages see no loss, and the one where gradients overflow is not the one that has it."""
     pipe = make_pipe("1f1b", 3, 4)

@@ -37,7 +37,7 @@ def certificate(name: str, policy: str, config: dict[str, Any]) -> OutsideReport
     ("name", "policy", "config"),
     [
         ("mlp", "tp", TWO),
-        ("gpt2", "tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
+        pytest.param("gpt2", "tp", {"plan_ngpus": 2, "runtime_ngpus": 4}, marks=pytest.mark.slow),
         pytest.param("llama", "tp", TWO, marks=pytest.mark.slow),
         pytest.param("llama", "dp", ZERO_3, marks=pytest.mark.slow),
         pytest.param("llama", "tensor", MODE_3D, marks=pytest.mark.slow),

@@ -122,6 +122,7 @@ def num_tables_computed(problem: Problem) -> int:
     return sum(len(batch.computed) for batch in relaxation.elimination.batches)
 
 
+@pytest.mark.slow
 def test_tables_of_repeated_blocks_are_computed_once_and_powers_in_the_logarithm() -> None:
     few, many = (
         num_tables_computed(repeated_chain(3, num_blocks=n, block_size=5)) for n in (16, 512)

@@ -45,8 +45,8 @@ class _Raising:
         if before is None:
             title = self.cut_requests[0].title
             if found_s == float("inf"):  # no split of this placement fits
-                del result.bounds[title], result.bounded[title]
                 result.unbounded.append(title)
+                del result.bounds[title], result.bounded[title]
                 return False
             self.bound_s = result.bounds[title] = max(self.bound_s, found_s)
             return True
@@ -106,8 +106,8 @@ def raise_bounds(state: SearchState) -> None:
     known: dict[tuple[object, ...], ScheduledBound] = {}
     while waiting and not is_late():
         raising = min(waiting, key=lambda item: item.bound_s)
-        # No plan below: neither this bound nor any other one is the least.
-        if raising.bound_s >= enough_s:
+        # No plan below, but for rounding: neither this bound nor any other one is the least.
+        if raising.bound_s >= enough_s * (1 - 1e-9):
             break
         scheduled = []
         for cut_request in raising.cut_requests:

@@ -264,7 +264,7 @@ class Game:
         self._best: Average | None = None
         self._found_s = 0.0  # what the best average says
         self._most_s = float("inf")  # of splits that take less, none is left out
-        self._least_s, self._fits = float("inf"), False  # of averages that fit, the longest chain
+        self._least_s = float("inf")  # of averages that fit, the longest chain
         self._rounds = 0
         self._pause, self._left = 1, 1  # rounds between those that leave out stages; until the next
 
@@ -349,9 +349,8 @@ class Game:
     def _play_round(self, enough_s: float) -> None:
         averages = self._averages
         assert averages is not None and self._best is not None
-        self._fits = averages.add_moments()
-        found = self._chains.longest(averages.average())
-        if self._fits:
+        fits, found = averages.add_moments(), self._chains.longest(averages.average())
+        if fits:
             self._least_s = min(self._least_s, max(length for length, _ in found))
         if self._least_s <= self._found_s * (1 + NEAR):
             # No average says more of these splits. Of fewer it may: those that could still be below

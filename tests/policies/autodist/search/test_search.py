@@ -666,6 +666,22 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     assert asked == [(title, False, ended_by == "time")]
 
 
+def test_a_bound_that_rounding_keeps_below_what_is_enough_is_not_raised_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Nearly:
+        bound_s, is_over, turns = 0.0, False, 0
+
+        def play(self, enough_s: float, rounds: int, is_late: Any) -> None:
+            self.bound_s, self.turns = math.nextafter(enough_s, 0.0), self.turns + 1
+            assert self.turns == 1
+
+    monkeypatch.setattr(cutting.Cutter, "scheduled_bound", lambda self, cut_request: Nearly())
+    found = search(schedules=("1f1b", "zb_h1"), num_positions=2, mixed=False)
+    assert found.best is not None
+    assert found.bound_s == pytest.approx(found.best.step_s, rel=1e-12)
+
+
 def test_pipelines_that_there_was_no_time_to_try_are_bounded_by_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

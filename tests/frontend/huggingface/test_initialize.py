@@ -241,7 +241,7 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
             parameter.data.zero_()
         model.from_parallelized(folder / "pieces")
         found["loaded"] = initialized.differing_pieces(model, str(folder))
-    fresh = type(model).from_pretrained(folder / "merged")
+    fresh = initialized.loaded(type(model), folder / "merged")
     assert type(fresh) is transformers.GPT2LMHeadModel, (
         "what its class makes is a model like any other"
     )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -422,11 +421,16 @@ class _OfAll(Generic[Item]):
 
     def __init__(self, own: Item, make: Callable[[], list[Item]]) -> None:
         self.own, self._make = own, make
+        self._guests: list[Item] | None = None
 
-    @cached_property
+    # Python 3.11 computes a cached property under a lock of the class. Ranks may be threads, and
+    # one that waits for guests would keep the others from sending them.
+    @property
     def guests(self) -> list[Item]:
         """What belongs to each guest."""
-        return self._make()
+        if self._guests is None:
+            self._guests = self._make()
+        return self._guests
 
     def of(self, part: Part) -> Item:
         """Where the queries of a part are."""

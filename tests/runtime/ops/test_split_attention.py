@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from fractions import Fraction
 from typing import Any
@@ -316,6 +318,22 @@ def test_moves_even_out_documents_with_a_long_tail_of_lengths(length: int, size:
         assert max(work) * size <= EVEN * sum(work)
         assert moved < 0.3 * 2 * length
     assert moves_of(tuple(seen), queries, sum(work)) == ()
+
+
+def test_a_rank_that_waits_for_guests_keeps_no_other_from_going_on() -> None:
+    """Ranks are threads: the second must reach its own, as the first waits for it."""
+    began, sent = threading.Event(), threading.Event()
+
+    def waits() -> list[int]:
+        began.set()
+        return [int(sent.wait(10))]
+
+    first, second = (split_attention_module._OfAll(0, make) for make in (waits, list))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(lambda: first.guests)
+        assert began.wait(10) and threads.submit(lambda: second.guests).result(5) == []
+        sent.set()
+        assert waiting.result() == [1]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -194,7 +194,12 @@ class _Run:
 
     def times_alone(self) -> tuple[list[list[float]], list[list[float]]]:
         """The starts and ends of all actions, by rank, where every rank has a device for itself."""
-        actions, sent_s = self.schedule.actions, self.transfer_s
+        actions, everywhere_s = self.schedule.actions, 0.0
+        between_s: Mapping[tuple[int, int], float] = {}
+        if isinstance(self.transfer_s, Mapping):
+            between_s = self.transfer_s
+        else:
+            everywhere_s = self.transfer_s
         starts: list[list[float]] = [[] for _ in actions]
         ends: list[list[float]] = [[] for _ in actions]
         seconds = [{kind: times.of(kind) for kind in ActionKind} for times in self.times]
@@ -211,7 +216,7 @@ class _Run:
                 # From another rank a message comes after it.
                 if other != rank:
                     sender = actions[other][other_index].stage
-                    there += self._transfer_s(sender, stage) if sent_s else 0.0
+                    there += between_s.get((sender, stage), everywhere_s)
                 if there > start:
                     start = there
             starts[rank].append(start)

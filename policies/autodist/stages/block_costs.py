@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from shardwright.compiler.passes.stages import from_nothing
@@ -41,11 +41,19 @@ class BlockCosts:
     repeated: tuple[Repeated, ...]
     unshared: tuple[Unshared, ...]
     computes_again: list[bool]
+    _placed: dict[tuple[int, bool], PlacedBlocks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def placed(self, num_devices: int, *, shares: bool = True) -> PlacedBlocks:
         """The blocks with all their ways. ``shares``: stages have meshes alike, so that ZeRO shares
-        out the optimizer state of what several of them hold.
+        out the optimizer state of what several of them hold. The same is returned each time.
         """
+        if (num_devices, shares) not in self._placed:
+            self._placed[num_devices, shares] = self._blocks_on(num_devices, shares)
+        return self._placed[num_devices, shares]
+
+    def _blocks_on(self, num_devices: int, shares: bool) -> PlacedBlocks:
         found = zip(self.blocks, self.ways, strict=True)
         blocks = [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
         if shares:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,22 +71,67 @@ class Frontier:
         kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]
         return Frontier(saved[kept], cost[kept], kept % points, kept // points, self, rounded)
 
-    def cost_of(self, needed: float, *, least: bool = False) -> float:
-        """The least seconds that save so many bytes; infinite if nothing does. ``least``: heeding
-        that points are rounded.
+    def cost_of(self, needed: float) -> float:
+        """The least seconds that save so many bytes; infinite if nothing does."""
+        return float(self.costs_of(np.array(needed)))
+
+    def costs_of(self, needed: Array, *, least: bool = False) -> Array:
+        """The least seconds that save so many bytes, each; infinite if nothing does. ``least``:
+        heeding that points are rounded.
         """
-        index = self._point(needed - self.rounded if least else needed)
-        return float(self.cost[index]) if index < len(self.cost) else float("inf")
+        points = self._points(needed - self.rounded if least else needed)
+        return np.append(self.cost, np.inf)[points]
 
     def chosen(self, needed: float) -> list[tuple[int, int]]:
         """The blocks, by number, of the cheapest choice that saves so many bytes, each with its
         way.
         """
-        index, frontier, ways = self._point(needed), self, []
+        index, frontier, ways = int(self._points(np.array(needed))), self, []
         while frontier._before is not None:
             ways.append(int(frontier._way[index]))
             index, frontier = int(frontier._origin[index]), frontier._before
         return [(number, way - 1) for number, way in enumerate(reversed(ways)) if way]
 
-    def _point(self, needed: float) -> int:
-        return int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
+    def _points(self, needed: Array) -> Array:
+        return np.searchsorted(self.saved, needed * (1 - 1e-12))
+
+
+class StageFrontiers:
+    """The frontiers of all stretches of blocks, made as they are asked for. Stretches of blocks
+    alike share one.
+
+    Args:
+        again: the ways to compute each block again.
+    """
+
+    def __init__(self, again: Sequence[tuple[Again, ...]]) -> None:
+        self._again = again
+        self._by_start: dict[int, list[Frontier]] = {}
+        self._empty = Frontier.empty()
+        self._grown: dict[tuple[int, tuple[Again, ...]], Frontier] = {}
+        # ``[start, stop]``: which of those that differ a stretch has, where it was asked for.
+        self._numbers = np.full((len(again) + 1, len(again) + 1), -1)
+        self._distinct: list[Frontier] = []
+        self._number_of: dict[int, int] = {}  # by identity
+
+    def of(self, start: int, stop: int) -> Frontier:
+        """The frontier of one stretch."""
+        frontiers = self._by_start.setdefault(start, [self._empty])
+        while len(frontiers) <= stop - start:
+            last, again = frontiers[-1], self._again[start + len(frontiers) - 1]
+            key = (id(last), again)
+            if key not in self._grown:
+                self._grown[key] = last.with_block(again)
+            frontiers.append(self._grown[key])
+        return frontiers[stop - start]
+
+    def distinct(self, stretches: Array) -> Iterator[tuple[Frontier, Array]]:
+        """The frontiers of some stretches, ``[start, stop]``, each with those that have it."""
+        for start, stop in zip(*np.nonzero(stretches & (self._numbers < 0)), strict=True):
+            frontier = self.of(start, stop)
+            if id(frontier) not in self._number_of:
+                self._number_of[id(frontier)] = len(self._distinct)
+                self._distinct.append(frontier)
+            self._numbers[start, stop] = self._number_of[id(frontier)]
+        for number in np.unique(self._numbers[stretches]).tolist():
+            yield self._distinct[number], stretches & (self._numbers == number)

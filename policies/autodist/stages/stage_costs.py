@@ -4,12 +4,13 @@ could be.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.policies.autodist.stages.frontier import Again, Array, Frontier
+from shardwright.policies.autodist.stages.frontier import Again, Array, StageFrontiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class PlacedBlocks:
     repeated: Sequence[Repeated] = ()
     unshared: Sequence[Unshared] = ()
 
+    @functools.cached_property
+    def frontiers(self) -> StageFrontiers:
+        """What stages can compute again; the same for all schedules."""
+        return StageFrontiers([block.again for block in self.blocks])
+
 
 class StageCosts:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
@@ -96,11 +102,7 @@ class StageCosts:
         self.work_s = self.forward_s + self.backward_s
         self.fill_s = self.forward_s if splits_backward else self.work_s
         self.activation_bytes = ranges([b.activation_bytes for b in blocks])
-        self._frontiers: dict[int, list[Frontier]] = {}
-        self._empty = Frontier.empty()
-        self._grown: dict[
-            tuple[int, tuple[Again, ...]], Frontier
-        ] = {}  # stages of blocks alike share theirs
+        self._frontiers = placement.frontiers
 
     def priced(self, count: float, memory_bytes: float) -> tuple[Array, Array]:
         """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches
@@ -119,12 +121,9 @@ class StageCosts:
         found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
         # ``[start, stop]``: above 0 where a stage of these blocks is too large as it is.
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
-        for start, stop in zip(
-            *np.nonzero(np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)), strict=True
-        ):
-            found[start, stop] = self._frontier(start, stop).cost_of(
-                lacking[start, stop] / count, least=least
-            )
+        too_large = np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)
+        for frontier, stages in self._frontiers.distinct(too_large):
+            found[stages] = frontier.costs_of(lacking[stages] / count, least=least)
         return found
 
     def recomputed(
@@ -138,7 +137,7 @@ class StageCosts:
             return ()
         return tuple(
             (start + index, way)
-            for index, way in self._frontier(start, stop).chosen(lacking / count)
+            for index, way in self._frontiers.of(start, stop).chosen(lacking / count)
         )
 
     def used_bytes(
@@ -160,16 +159,6 @@ class StageCosts:
             self.held_bytes + count * (self.activation_bytes - saved),
             np.inf,
         )
-
-    def _frontier(self, start: int, stop: int) -> Frontier:
-        frontiers = self._frontiers.setdefault(start, [self._empty])
-        while len(frontiers) <= stop - start:
-            last, block = frontiers[-1], self.blocks[start + len(frontiers) - 1]
-            key = (id(last), block.again)
-            if key not in self._grown:
-                self._grown[key] = last.with_block(block.again)
-            frontiers.append(self._grown[key])
-        return frontiers[stop - start]
 
 
 def ranges(values: Sequence[float] | Array, empty: float = 0.0) -> Array:

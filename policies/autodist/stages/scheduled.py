@@ -78,6 +78,9 @@ WORTH = 0.2
 half as many rounds as before.
 """
 
+FORGOTTEN = 12
+"""How many averages in a row have nothing of a chain that is left out."""
+
 BACK = 0.8
 """How far on the way back to the best average of chains the next split is looked for."""
 
@@ -147,6 +150,7 @@ class _Averages:
         self._shares: list[model_builder.Variable] = []
         self._all = model.add_linear_constraint(0.0, 1.0, 1.0)  # shares add up to one
         self._waits: list[model_builder.LinearConstraint] = []  # by chain
+        self._idle: list[int] = []  # by chain, the latest averages in a row that had nothing of it
         self._limits: dict[int, model_builder.LinearConstraint] = {}  # by number of a moment
 
     def add_split(self, path: Path, split: Array) -> None:
@@ -170,6 +174,7 @@ class _Averages:
             row.add_term(share, -float((chain * split).sum()) / self._scale_s)
         self.chains.append(chain)
         self._waits.append(row)
+        self._idle.append(0)
 
     def add_moments(self) -> bool:
         """Add the fullest moments of those where the average holds too much; whether it does
@@ -237,7 +242,24 @@ class _Averages:
             prices_s += price_s
         mixed = np.maximum([solver.value(share) for share in self._shares], 0.0)
         self.mixed = mixed / mixed.sum()
+        self._forget(weights)
         return Average(counts, prices_s, chains)
+
+    def _forget(self, weights: Array) -> None:
+        """Leave out chains that no average has needed for long: where one is the longest again, it
+        is found again.
+        """
+        self._idle = [
+            0 if weight > 0 else idle + 1
+            for idle, weight in zip(self._idle, weights.tolist(), strict=True)
+        ]
+        for row, idle in zip(self._waits, self._idle, strict=True):
+            if idle > FORGOTTEN:
+                row.lower_bound = -np.inf
+        kept = [index for index, idle in enumerate(self._idle) if idle <= FORGOTTEN]
+        self.chains = [self.chains[index] for index in kept]
+        self._waits = [self._waits[index] for index in kept]
+        self._idle = [self._idle[index] for index in kept]
 
 
 class Game:

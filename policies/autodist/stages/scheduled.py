@@ -229,7 +229,7 @@ class _Averages:
             return None
         # Duals say how the other side mixes: chains by weight, memory by price.
         weights = np.maximum([solver.dual_value(row) for row in self._waits], 0.0)
-        total = weights.sum()
+        total = float(weights.sum())
         used = np.flatnonzero(weights > 0).tolist()
         if not used:
             return None
@@ -284,6 +284,7 @@ class Game:
         self._moments = np.array(chains.moments)
         self._averages: _Averages | None = None  # before it begins
         self._best: Average | None = None
+        self._seen: Average | None = None  # the latest of another game
         self._found_s = 0.0  # what the best average says
         self._most_s = float("inf")  # of splits that take less, none is left out
         self._least_s = float("inf")  # of averages that fit, the longest chain
@@ -301,6 +302,8 @@ class Game:
         """
         if self._averages is None:
             self._begin(enough_s)
+        elif not self.is_over:
+            self._look_around()
         for _ in range(rounds):
             if self.is_over or self.bound_s >= enough_s or is_late():
                 break
@@ -349,6 +352,18 @@ class Game:
             if not self._says_more(Average(plain.counts + price_s * moment, price_s)):
                 break
             price_s *= 2
+
+    def _look_around(self) -> None:
+        """Look at the latest that another game has found: where placements are alike, it is as if
+        one game were played for all of them.
+        """
+        assert self._averages is not None
+        others = [game for game in self._known.averages if game is not self]
+        if others and (average := self._known.averages[others[-1]]) is not self._seen:
+            self._seen = average
+            if self._says_more(average):
+                for chain in average.chains:
+                    self._averages.add_chain(chain)
 
     def _says_more(self, average: Average) -> bool:
         """Look for the best split against an average, which is added; whether it says more than

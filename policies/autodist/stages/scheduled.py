@@ -11,11 +11,14 @@ fits takes less.
 
 The average and the prices that say most are one side of a game, whose other side averages splits,
 within the memory: to the chains the longest ones for the average of splits are added, to the splits
-the best one against the average of chains, until neither side gains. A game begins with what holds
-of any schedule: the average over the positions of the chain of all that one does, and with one
-price for the memory of all. With few splits known, the average of chains that is best against them
-says little of others. So the next split is looked for against a point between it and the best
-average so far, most of the way back (smoothing; Wentges 1997, Pessoa et al. 2018).
+the best one against the average of chains, until neither side gains.
+
+**The first average** needs no game: for each position the chain of all that it does, all of them
+counted alike, and one price for the memory of all positions.
+
+**Smoothing.** With few splits known, the average of chains that is best against them says little of
+others. So the next split is looked for against a point between it and the best average so far, most
+of the way back to that one (Wentges 1997, Pessoa et al. 2018).
 
 **Stages left out.** A bound is only wanted up to some seconds. No split below that has a stage with
 which all splits take longer by some average with its prices: the best of them is a shortest path to
@@ -104,7 +107,7 @@ class Average:
     chains: Sequence[Array] = ()
 
     def towards(self, other: Average, share: float) -> Average:
-        """A point between two averages, which is one, too; only the chains of this one are told."""
+        """An average between two, ``share`` of the way to the other, with this one's chains."""
         return Average(
             (1 - share) * self.counts + share * other.counts,
             (1 - share) * self.price_s + share * other.price_s,

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same
+from safetensors.torch import load_file
 from tied import SAMPLES, Tied
 from torch import Tensor, nn
 from traces import shared_traces
 
 import shardwright
+from shardwright.__main__ import main
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
@@ -101,6 +103,25 @@ def check_merged(model: nn.Module, ranks: list[tuple[Any, Any]], num_steps: int)
     return module, optimizer
 
 
+def compiled(into: Path, make: type[nn.Module], name: str) -> Path:
+    """The generated files of a model under one of the plans, on which all units have one batch."""
+    options = dict(PLANS[name])
+    policy, plan_ngpus, runtime_ngpus = (
+        options.pop(key) for key in ("policy", "plan_ngpus", "runtime_ngpus")
+    )
+    if policy in ("pp", "hybrid"):
+        options["num_microbatches"] = len(SAMPLES)
+    config = ComputeConfig(
+        plan_ngpus=plan_ngpus,
+        runtime_ngpus=runtime_ngpus,
+        use_end2end=True,
+        pas_config=options,
+        grad_reduction="mean",
+    )
+    with shared_traces(make.__name__):
+        return compile_into(into, make(), SAMPLES[0], policy, config)
+
+
 @pytest.mark.parametrize(
     "tour",
     [
@@ -113,21 +134,7 @@ def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ..
     merged: Any = None
     make = Causal if "zigzag" in tour else Tied
     for number, name in enumerate(tour):
-        options = dict(PLANS[name])
-        policy, plan_ngpus, runtime_ngpus = (
-            options.pop(key) for key in ("policy", "plan_ngpus", "runtime_ngpus")
-        )
-        if policy in ("pp", "hybrid"):
-            options["num_microbatches"] = len(SAMPLES)
-        config = ComputeConfig(
-            plan_ngpus=plan_ngpus,
-            runtime_ngpus=runtime_ngpus,
-            use_end2end=True,
-            pas_config=options,
-            grad_reduction="mean",
-        )
-        with shared_traces(make.__name__):
-            directory = compile_into(tmp_path / name, make(), SAMPLES[0], policy, config)
+        directory = compiled(tmp_path / name, make, name)
 
         def on_rank(
             _: int, directory: Path = directory, number: int = number, merged: Any = merged
@@ -155,8 +162,40 @@ def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ..
             )
             return whole, deduped
 
-        ranks = run_ranks(runtime_ngpus, on_rank)
+        ranks = run_ranks(PLANS[name]["runtime_ngpus"], on_rank)
         merged = check_merged(make(), [whole for whole, _ in ranks], 2 * number + 2)
         check_merged(make(), [deduped for _, deduped in ranks], 2 * number + 2)
         saved = shardwright.read_checkpoint(tmp_path / "run")
         assert_same(dict(saved.module), dict(merged[0]))
+
+
+def test_a_checkpoint_of_positions_in_zigzag_is_converted(tmp_path: Path) -> None:
+    """Every form of it has whole tensors in their order, and the optimizer's state with them."""
+    zigzag = compiled(tmp_path / "zigzag", Causal, "zigzag")
+    assert '"places", "[6/cp, 6]' in (zigzag / "gencode0.py").read_text()
+
+    def save(_: int) -> None:
+        module = load_class(zigzag)()
+        optimizer = build_optimizer(module, adamw)
+        train(module, optimizer, 2)
+        shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2)
+
+    run_ranks(PLANS["zigzag"]["runtime_ngpus"], save)
+    (tmp_path / "config.json").write_text("{}")
+    for source, out, *more in (
+        ("run", "full", "full"),
+        ("run", "dcp", "dcp"),
+        ("dcp", "back", "shardwright"),
+        ("run", "transformers", "huggingface", "--config", str(tmp_path)),
+        ("transformers", "start", "shardwright"),
+    ):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / out), "--to", *more]) == 0
+    parameters, state = trained(Causal(), 2)
+    once = {name: value for name, value in parameters.items() if name != "head.weight"}  # is tied
+    assert_same(load_file(tmp_path / "transformers" / "model.safetensors"), once, TOLERANCE)
+    assert_same(dict(shardwright.read_checkpoint(tmp_path / "start").module), once, TOLERANCE)
+    for out in ("full", "back"):
+        read = shardwright.read_checkpoint(tmp_path / out)
+        assert_same(dict(read.module), parameters, TOLERANCE)
+        for number, entries in state.items():
+            assert_same(read.optimizer["state"][number], entries, TOLERANCE)

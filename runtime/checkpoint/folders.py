@@ -8,6 +8,7 @@
             rank-00000.safetensors
             rank-00001.safetensors
         000008-step-4000/
+            save-2f6c81d09b7ae354       while it is written: the save that it belongs to
 
 A folder is complete when it has an index; it is current when ``LATEST`` names it. A save that is
 killed leaves a folder without an index, which the next save deletes before it writes anything: the
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -40,24 +42,31 @@ _TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _NAME = re.compile(r"(\d{6,})(?:-step-\d+)?")
 
 _WRITTEN = re.compile(
-    r"index\.json|rank-\d{5,}\.(json|safetensors|failed|alive)|(model|optimizer).*\.safetensors|\..*\.new\.[0-9a-f]+"
+    r"index\.json|rank-\d{5,}\.(json|safetensors|failed|alive)|save-[0-9a-f]{16}|"
+    r"(model|optimizer).*\.safetensors|\..*\.new\.[0-9a-f]+"
 )
 """What saving and merging write into a folder."""
 
 
 def next_number(directory: Path) -> int:
-    """The number of the next folder: after all that are there, so that no process of an earlier
-    save writes into it.
-    """
+    """The number of the next folder: after all that are there."""
     return max((number for number, _ in _numbered(directory)), default=0) + 1
 
 
-def make_folder(directory: Path, number: int, step: int | None) -> Path:
-    """A fresh folder in ``directory``."""
+def make_folder(directory: Path, number: int, step: int | None) -> tuple[Path, str]:
+    """A fresh folder in ``directory``, and its mark: the name of an empty file in it, which lies
+    there as long as the folder is written.
+
+    A folder that a failed save has deleted leaves its name to the next one. A process of the
+    earlier save that was stopped may wake up then. It has another mark, so it can tell that the
+    folder of that name is not its own.
+    """
     folder = directory / (f"{number:06d}" if step is None else f"{number:06d}-step-{step}")
+    mark = f"save-{secrets.token_hex(8)}"
     folder.mkdir()
+    (folder / mark).touch()
     sync_folder(directory)
-    return folder
+    return folder, mark
 
 
 def make_current(folder: Path) -> None:

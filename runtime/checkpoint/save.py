@@ -63,14 +63,18 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSave:
-    """A checkpoint that is written, or was. ``folder``: where.
+    """A checkpoint that is written, or was. ``folder``: where. ``mark``: the file in it that tells
+    it from a later folder of that name.
 
     Until :meth:`wait` returns, or the next save or load begins, an asynchronous one may still be
     under way.
     """
 
-    def __init__(self, world: World, folder: Path, snapshot: Snapshot, keep: int | None) -> None:
+    def __init__(
+        self, world: World, folder: Path, mark: str, snapshot: Snapshot, keep: int | None
+    ) -> None:
         self.folder = folder
+        self._mark = folder / mark
         self._world = world
         self._snapshot: Snapshot | None = snapshot
         self._order = snapshot.order
@@ -120,7 +124,7 @@ class CheckpointSave:
         """Delete what a failed save has written, on rank 0, when no rank writes any more: its room
         may be missed.
         """
-        if self._world.rank == 0 and not is_current(self.folder):
+        if self._world.rank == 0 and self._mark.exists() and not is_current(self.folder):
             with contextlib.suppress(OSError):
                 remove_folder(self.folder)
 
@@ -186,7 +190,7 @@ class CheckpointSave:
 
     def give_sign(self) -> None:
         """Write into that file which process saves. Its time of change tells that it lives."""
-        if self.alive_file is not None:
+        if self.alive_file is not None and self._mark.exists():
             # The save itself will say what is wrong with the disk.
             with contextlib.suppress(OSError):
                 self.alive_file.write_text(json.dumps(Process.own().to_json()))
@@ -200,21 +204,39 @@ class CheckpointSave:
             with writing("a checkpoint", self.folder, WRITE_HINT):
                 if snapshot.sources:
                     name = tensor_file(rank)
+                    self._check_own()
                     files[name] = write_tensors(self.folder / name, snapshot.sources)
+                self._check_own()
                 replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
                 sync_folder(self.folder)
-        except FileError as error:
-            if self.folder.is_dir():
-                raise
-            # A rank that was stopped wakes up when the others have gone on without it.
-            raise CheckpointError(
-                f"{self.folder} was given up before rank {rank} had written its part",
-                why="the folder is gone: rank 0 deletes what it has waited for too long, and so "
-                "does the next job that saves here",
-                hint=f"see what has held up rank {rank}; the last checkpoint before it is whole",
-            ) from error
+        except FileError:
+            self._check_own()
+            raise
+
+    def _check_own(self) -> None:
+        """Refuse to write into a folder that is not the one which this save has made.
+
+        A rank that was stopped wakes up when the others have gone on without it. Its folder is
+        gone, or another save has one of that name. Raises :class:`CheckpointError`.
+        """
+        if self._mark.exists():
+            return
+        rank = self._world.rank
+        what_is_there = (
+            "the folder of that name belongs to a later save, which this rank leaves alone"
+            if self.folder.is_dir()
+            else "the folder is gone"
+        )
+        raise CheckpointError(
+            f"{self.folder} was given up before rank {rank} had written its part",
+            why=f"{what_is_there}: rank 0 deletes what it has waited for too long, and so "
+            "does the next job that saves here",
+            hint=f"see what has held up rank {rank}; the last checkpoint before it is whole",
+        )
 
     def _tell_failure(self, error: Exception) -> None:
+        if not self._mark.exists():
+            return
         try:
             write_file(self.folder / _failure_file(self._world.rank), str(error).encode())
         except OSError:
@@ -282,6 +304,7 @@ class CheckpointSave:
 
     def _commit(self) -> None:
         """Join the ranks' parts into the index, and make the folder current."""
+        self._check_own()
         # Each rank's part lists its own pieces; together they are the whole index.
         parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
         check_same_places([part.loader for part in parts])
@@ -300,6 +323,7 @@ class CheckpointSave:
         for rank in range(self._world.size):
             (self.folder / _part_file(rank)).unlink()
             (self.folder / _alive_file(rank)).unlink(missing_ok=True)
+        self._mark.unlink()
         if self._keep is not None:
             prune(self.folder, self._keep)
 
@@ -342,7 +366,7 @@ def save_checkpoint(
     step = _checked_step(step)
     world, directory = current_world(), Path(directory)
     finish_pending(world)
-    folder = None
+    made = None
     # A snapshot is references, or copies on the host if training goes on meanwhile.
     with together(world):
         snapshot = take_snapshot(world, module, optimizer, scheduler, loader, extra, step)
@@ -355,8 +379,9 @@ def save_checkpoint(
                 claim(directory)
                 number = next_number(directory)
                 remove_unfinished(directory, {save.folder for save in _unfinished})
-                folder = make_folder(directory, number, step)
-    name = world.broadcast_object(None if folder is None else folder.name)
+                folder, mark = make_folder(directory, number, step)
+                made = [folder.name, mark]
+    name, mark = world.broadcast_object(made)
     with together(world):
         if not (directory / name).is_dir():
             raise CheckpointError(
@@ -364,7 +389,7 @@ def save_checkpoint(
                 why="rank 0 has just made it",
                 hint="save to a file system that all ranks share",
             )
-    save = CheckpointSave(world, directory / name, snapshot, keep)
+    save = CheckpointSave(world, directory / name, mark, snapshot, keep)
     save._start() if async_save else save._run()
     return save
 

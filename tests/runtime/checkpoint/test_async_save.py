@@ -159,6 +159,47 @@ def test_a_rank_that_wakes_up_when_its_save_was_given_up(tmp_path, gate):
     assert not save.folder.exists()
 
 
+@pytest.mark.parametrize("stage", ["before its tensors", "before its part"])
+def test_a_rank_that_wakes_up_leaves_the_folder_of_another_job_alone(tmp_path, monkeypatch, stage):
+    """A job that was given up may have left its folder's name to the next job."""
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def stop():
+        if not stopped.is_set():
+            stopped.set()
+            assert goes_on.wait(600)
+
+    def write_own(save):
+        stop()
+        whole(save)
+
+    def write_tensors(*arguments):
+        record = tensors(*arguments)
+        stop()
+        return record
+
+    whole, tensors = saving.CheckpointSave._write_own, saving.write_tensors
+    if stage == "before its tensors":
+        monkeypatch.setattr(saving.CheckpointSave, "_write_own", write_own)
+    else:
+        monkeypatch.setattr(saving, "write_tensors", write_tensors)
+    late = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), step=5, async_save=True)
+    assert stopped.wait(600)
+    shutil.rmtree(late.folder)  # by rank 0, which has waited too long
+    saving._pending.clear()  # the other job knows nothing of this save
+    shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), step=5)
+    before = {path.name: path.read_bytes() for path in late.folder.iterdir()}
+    assert set(before) == {"index.json", "rank-00000.safetensors"}
+    goes_on.set()
+    with pytest.raises(CheckpointError) as error:
+        late.wait()
+    what, why, _ = str(error.value).split("\n")
+    assert what == f"{late.folder} was given up before rank 0 had written its part"
+    assert why.startswith("  why:   the folder of that name belongs to a later save")
+    assert {path.name: path.read_bytes() for path in late.folder.iterdir()} == before
+    shardwright.load_checkpoint(tmp_path, nn.Linear(2, 2))
+
+
 def test_host_copies_do_not_change():
     value = torch.arange(4.0).view(2, 2).t()
     copy = snapshot._host_copy(value)

@@ -114,7 +114,9 @@ class _Merge:
         if _holds_value(a) or _holds_value(b) or (isinstance(a, TimeSteps) and a != b):
             raise _Different
         # The only difference that one operator may hold: a literal, such as dropout's probability.
-        return a if type(a) is type(b) and a == b else WhenTraining(a, b)
+        # 0.0 == -0.0, and they read differently.
+        is_same = type(a) is type(b) and a == b and repr(a) == repr(b)
+        return a if is_same else WhenTraining(a, b)
 
     def _value(self, value: IRValue) -> IRValue:
         """The value of the training graph that stands for one of the eval graph."""

@@ -26,6 +26,7 @@ from shardwright.compiler.trace.calls.routed_experts import experts_function, ex
 from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
 from shardwright.compiler.trace.calls.varlen_attention import varlen_attention_traced
+from shardwright.compiler.trace.context.mode_reads import is_same_in_both_modes
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import called_by_user, user_location
 from shardwright.compiler.trace.refusals import Refusals
@@ -75,9 +76,9 @@ def patched(
     """All patches while ``module`` is traced. ``tracer`` records functions that torch does not
     dispatch.
 
-    ``note_training`` is called when a module reads ``self.training``; ``real_values`` gives those
-    of a tensor that follows from constants alone; ``questions`` says whether those of others may be
-    looked at.
+    ``note_training`` is called when a module reads ``self.training`` and may do another thing for
+    another value; ``real_values`` gives those of a tensor that follows from constants alone;
+    ``questions`` says whether those of others may be looked at.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(tracer.apply_function))
@@ -308,7 +309,8 @@ def _training_watched(note_training: Callable[[], None]) -> Iterator[None]:
     """A property in front of the attribute ``training`` that every module keeps."""
 
     def read(module: torch.nn.Module) -> bool:
-        note_training()
+        if not is_same_in_both_modes(sys._getframe(1)):
+            note_training()
         return bool(module.__dict__["training"])
 
     def store(module: torch.nn.Module, training: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dis
 import functools
 import os
@@ -14,6 +13,7 @@ import torch
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.ops import known_loops, register, stand_ins
 from shardwright.compiler.trace.calls import expert_loops, routed_experts
+from shardwright.compiler.trace.context.byte_code import disassemble, position_after
 from shardwright.runtime import arguments
 
 _TRACER = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -114,18 +114,3 @@ def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
     """The instructions behind the one at ``offset``."""
     position = position_after(code, offset)
     return list(disassemble(code)[0][position : position + 10])
-
-
-def position_after(code: CodeType, offset: int) -> int:
-    """The position, among the instructions of ``code``, behind the one at ``offset``."""
-    # The offset of a running call may lie inside its inline cache.
-    return bisect.bisect_right(disassemble(code)[1], offset)
-
-
-@functools.lru_cache(maxsize=4096)
-def disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], tuple[int, ...]]:
-    """The instructions of ``code`` that do something, and their offsets."""
-    instructions = tuple(
-        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")
-    )
-    return instructions, tuple(instruction.offset for instruction in instructions)

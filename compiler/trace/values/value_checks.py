@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from types import CodeType, FrameType
 from typing import Any
 
-from shardwright.compiler.trace.context.source import disassemble, position_after
+from shardwright.compiler.trace.context.byte_code import (
+    disassemble,
+    is_branch,
+    makes_bool,
+    position_after,
+)
 
 _EFFECTS = (
     "STORE_",
@@ -32,9 +36,6 @@ _EFFECTS = (
 """Instructions, by the start of their names, that do more than prepare an exception."""
 
 _MOVES = ("SWAP", "COPY")
-
-_COMPARED_AS_BOOL = 16
-"""The bit of the argument of a comparison that gives a truth value, from Python 3.13 on."""
 
 
 def passing(frame: FrameType | None) -> bool | None:
@@ -87,10 +88,10 @@ def _passing_at(code: CodeType, offset: int) -> bool | None:
     position = position_after(code, offset) - 1
     if instructions[position].opname.startswith("CALL"):  # bool(x), x.item(), any([x, y])
         position += 1
-    if _makes_bool(instructions[position]):
+    if makes_bool(instructions[position]):
         position += 1
     branch = instructions[position]
-    if not _is_branch(branch) or "_NONE" in branch.opname or branch.argval not in offsets:
+    if not is_branch(branch) or "_NONE" in branch.opname or branch.argval not in offsets:
         return None
     follows, jumps = position + 1, offsets.index(branch.argval)
     for_jump = "IF_TRUE" in branch.opname
@@ -124,10 +125,10 @@ def _only_raises(code: CodeType, start: int, other: int) -> bool:
                     return False
                 continue
             if instruction.opname.startswith(_EFFECTS) or (
-                "JUMP" in instruction.opname and not _is_branch(instruction)
+                "JUMP" in instruction.opname and not is_branch(instruction)
             ):
                 return False
-            if _is_branch(instruction):
+            if is_branch(instruction):
                 target = (
                     offsets.index(instruction.argval)
                     if instruction.argval in offsets
@@ -143,17 +144,3 @@ def _only_raises(code: CodeType, start: int, other: int) -> bool:
             if position >= len(instructions):
                 return False
     return raises
-
-
-def _makes_bool(instruction: dis.Instruction) -> bool:
-    """Whether an instruction in front of a branch asks for the truth value; until Python 3.12
-    branches do that themselves.
-    """
-    compares = sys.version_info >= (3, 13) and instruction.opname == "COMPARE_OP"
-    return instruction.opname == "TO_BOOL" or (
-        compares and bool((instruction.arg or 0) & _COMPARED_AS_BOOL)
-    )
-
-
-def _is_branch(instruction: dis.Instruction) -> bool:
-    return instruction.opname.startswith("POP_JUMP_") and "_IF_" in instruction.opname

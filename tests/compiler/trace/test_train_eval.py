@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import plans
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tracing import traced
+from tracing import same_as_eager, traced
 
 from shardwright.compiler.ir.op import WhenTraining
 from shardwright.compiler.trace import trace
@@ -28,6 +30,108 @@ def test_one_trace_without_training() -> None:
     graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.Tanh())), {"input": X})
     assert graph.eval_graph is None
     assert not any(isinstance(arg, WhenTraining) for op in graph.ops for _, arg in op.args)
+
+
+class Options:
+    p = 0.0
+
+
+class Mapped:
+    """Options that are not always what they are called, as with transformers' ``attribute_map``."""
+
+    dropout, hidden = 0.0, 3.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("hidden" if name == "dropout" else name)
+
+
+class Reads(nn.Module):
+    """Multiplies its input by a number in which ``self.training`` may have a say."""
+
+    zero = 0.0
+
+    def __init__(self, number: Callable[[Reads], float]) -> None:
+        super().__init__()
+        self.number = number
+        self.p, self.below, self.drop = 0.0, -0.0, nn.Dropout(0.0)
+        self.options, self.mapped = Options(), Mapped()
+
+    @property
+    def changing(self) -> float:
+        return 0.0 if self.training else 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORWARDS.append(self)
+        return x / self.number(self)
+
+
+FORWARDS: list[Reads] = []
+"""The modules whose forward has run."""
+
+
+def jitters(self: Reads) -> float:
+    number = 3.0
+    if self.training and self.p > 0:
+        number = 2.0
+    return number
+
+
+def chooses(self: Reads) -> float:
+    return 4.0 if not self.training and self.p > 0 else 5.0
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda self: self.p if self.training else 0.0,
+        lambda self: 0.0 if not self.training else self.p,
+        lambda self: self.zero if self.training else self.p,
+        lambda self: 0.0 if not self.training else self.drop.p,
+        lambda self: self.options.p if self.training else 0.0,
+        jitters,
+        chooses,
+    ],
+)
+def test_a_mode_that_decides_nothing_takes_one_trace(number: Callable[[Reads], float]) -> None:
+    FORWARDS.clear()
+    trace(Reads(number), {"x": X})
+    assert len(FORWARDS) == 1
+
+
+def scales(self: Reads) -> float:
+    number = 3.0
+    if self.training and self.p == 0:
+        number = 2.0
+    return number
+
+
+def repeats(self: Reads) -> float:
+    number = 1.0
+    while self.training and number < 4:
+        number *= 2
+    return number
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda self: self.p + 1.0 if self.training else self.p + 2.0,
+        # 1 / 0.0 is infinite, and 1 / -0.0 is so with the other sign.
+        lambda self: self.p if self.training else self.below,
+        lambda self: 1.0 if self.training else self.changing,
+        lambda self: 0.0 if self.training else self.changing,
+        lambda self: 0.0 if self.training else self.mapped.dropout,
+        lambda self: self.training + 1.0,
+        lambda self: 2.0 if getattr(self, "training") else 3.0,  # noqa: B009
+        scales,
+        repeats,
+    ],
+)
+def test_a_mode_that_decides_is_traced_twice(number: Callable[[Reads], float]) -> None:
+    FORWARDS.clear()
+    graph = trace(Reads(number), {"x": X})
+    assert len(FORWARDS) == 2
+    same_as_eager(graph, Reads(number), {"x": X})
 
 
 def test_dropout_becomes_a_run_time_flag() -> None:

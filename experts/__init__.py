@@ -137,7 +137,8 @@ def within_capacity(
     of which is counted by itself: as many groups as data-parallel ranks is how Megatron-LM counts.
     The groups are a part of the model, so that results do not depend on the plan.
 
-    Raises :class:`InputError` for tokens that the groups do not divide, or a capacity of 0.
+    Raises :class:`InputError` for tokens that the groups do not divide, a factor that is no number
+    above 0, or a negative ``min_capacity``.
     """
     _check(chosen, "chosen", chosen.ndim == 2, "whole numbers of shape [tokens, top_k]")
     _check(weights, "weights", weights.shape == chosen.shape, "of the shape of chosen")
@@ -151,15 +152,21 @@ def within_capacity(
             why="all groups have the same capacity, and so as many tokens",
             hint="a number of groups that divides the tokens of a batch",
         )
+    if factor <= 0 or not math.isfinite(factor):
+        raise InputError(
+            f"experts cannot have a capacity factor of {brief(factor)}",
+            why="each keeps its even share of the choices times this factor",
+            hint="a factor above 0, about 1 to 2; without within_capacity nothing is dropped",
+        )
+    if min_capacity < 0:
+        raise InputError(
+            f"experts cannot keep at least {brief(min_capacity)} choices",
+            hint="min_capacity=0, or how many an expert keeps of even the smallest batch",
+        )
     size = num_tokens // groups
     share = size * top_k / num_experts * factor
-    capacity = max(min_capacity, math.ceil(share) if math.isfinite(share) else 0)
-    if factor <= 0 or not math.isfinite(factor) or capacity < 1:
-        raise InputError(
-            f"experts with a capacity factor of {factor} would drop every token, or none",
-            why=f"it keeps {capacity} of {size * top_k} choices for each of {num_experts} experts",
-            hint="a factor above 0, about 1 to 2",
-        )
+    # For the largest factors the share is infinite: nothing is dropped.
+    capacity = max(min_capacity, math.ceil(share) if math.isfinite(share) else size)
     # [groups, tokens of a group, experts]: a cut of the batch into so many pieces cuts groups only.
     wanted = F.one_hot(chosen, num_experts).sum(1).view(groups, size, num_experts)
     if drop == "position":

@@ -67,12 +67,13 @@ def split_on_expert_axes(
     experts what each axis has to split there. Axes of the sequence are left to
     :func:`split_context`. ``positions``: see :func:`split_dims`, of the axes for tensors.
     """
-    graph, batch = builder.graph, batch_classes(builder.graph)
+    graph = builder.graph
     experts_of(graph, policy)
     # What tensors have split along the sequence goes to the experts as the batch does.
     sequence = positions.classes(graph) if positions is not None else set[int]()
     for axis in axes:
         if axis.outside == "dp":
+            batch = batch_classes(graph)  # where tensors alone are split there may be none
             inside = inside_experts(graph, axis, policy, batch, chosen)
             split_dims(builder, axis.name, batch, inside)
         elif axis.outside == "tp":

@@ -190,6 +190,19 @@ def test_a_policy_equals_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "policy", "config"),
+    [
+        (BY_HAND, "tp", config_of(4, pas_config={"ep": 4})),
+        pytest.param("qwen3_moe", "hybrid", pipeline(4, num_stages=2, tp=2, ep=2), marks=slow),
+        pytest.param("qwen3_moe", "hybrid", pipeline(4, cp=2, tp=2, ep=4), marks=slow),
+    ],
+)
+def test_one_sequence_needs_no_batch(model: str, policy: str, config: dict[str, Any]) -> None:
+    report = verify_experts(model, policy, config, batch=1)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
     ("sizes", "batch"),
     [
         ({"num_experts": 2, "top_k": 1}, 4),

@@ -452,7 +452,8 @@ def test_data_needs_a_batch() -> None:
     text = (
         "there is no batch to split\n"
         "  why:   the inputs have shapes {}\n"
-        "  try:   trace with a batch of at least 2: of one row nothing can be told from the shapes"
+        "  try:   trace with a batch of at least 2: of one row nothing can be told from the "
+        "shapes; policies 'tp' and 'cp' split one row, too"
     )
     assert refusal("data", 2, nn.Linear(4, 4), input=torch.randn(1, 4)) == text.format("[(1, 4)]")
 

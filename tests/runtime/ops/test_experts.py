@@ -788,7 +788,10 @@ def test_capacities_that_cannot_be() -> None:
     weights, chosen = torch.randn(24, 5).softmax(-1).topk(2)
     for options, text in (
         ({"factor": 1.0, "groups": 5}, "24 tokens cannot be counted in 5 groups"),
-        ({"factor": 0.0}, "experts with a capacity factor of 0.0 would drop every token"),
+        ({"factor": 0.0}, "experts cannot have a capacity factor of 0.0"),
+        ({"factor": -1.0}, "experts cannot have a capacity factor of -1.0"),
+        ({"factor": math.nan}, "experts cannot have a capacity factor of nan"),
+        ({"factor": 1.0, "min_capacity": -1}, "experts cannot keep at least -1 choices"),
     ):
         with pytest.raises(InputError, match=text):
             within_capacity(chosen, weights, num_experts=5, **options)

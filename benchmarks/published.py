@@ -70,6 +70,12 @@ NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
 than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
 """
 
+BLOCKS = {"GB200": 64}
+"""How many devices of a rack a larger job gets, where it is not all of them: NVIDIA's advice is 16
+trays of four of the 18 of a rack, so that groups of experts do not lie across racks
+(developer.nvidia.com/blog/?p=116606 and its sequel on scheduling).
+"""
+
 ATTENTION = {"llm-foundry": (0.40, 0.30)}
 """The part of the peak that attention reaches, forward and backward, by the beginning of a study's
 name, where other kernels ran than the preset's. llm-foundry took the first FlashAttention, in
@@ -133,6 +139,8 @@ class Machine:
         if "launch_us" in constants:
             changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
         *inner, network = hardware.tiers
+        if row.gpus > inner[0].sizes[0] and row.gpu in BLOCKS:
+            inner[0] = replace(inner[0], sizes=(BLOCKS[row.gpu],) * (row.gpus // BLOCKS[row.gpu]))
         network = replace(network, uplink_bytes_per_s=NODES.get(row.study))
         waits = 1 - constants.get("hidden", 0.0)
         tiers = tuple(_faster(tier, waits) for tier in (*inner, network))

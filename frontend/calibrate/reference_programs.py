@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,10 +27,12 @@ from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.operator_time import roofline
 from shardwright.compiler.cost.time.operator_traffic import call_bytes
+from shardwright.compiler.cost.time.token_copies import ROUTED
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.entry import trace
+from shardwright.experts import combine, dispatch
 from shardwright.frontend.calibrate.effort import Effort
 from shardwright.frontend.calibrate.measured_operators import Point, median_of_all, of_all
 from shardwright.frontend.calibrate.profile import profile_call
@@ -46,26 +48,32 @@ FETCHED_BYTES = 2**27
 NUM_LAYERS = 6
 
 
+TOKENS, WIDTH, EXPERTS = 512, 256, 8
+
+
 class Operators(nn.Module):
-    """One of each operator that computes more than it moves, on tensors that fit into a cache: x
-    [512, 256].
+    """One of each operator that computes more than it moves, or moves it here and there, on tensors
+    that fit into a cache: x [TOKENS, WIDTH].
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(256)
-        self.scale = nn.Parameter(torch.ones(256))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor, classes: Tensor) -> Tensor:
         x = x * self.scale  # so that it takes a gradient
         made = [
             *(F.gelu(x), F.silu(x), F.relu(x), torch.tanh(x), torch.sigmoid(x), torch.exp(x)),
             *(
-                F.layer_norm(x, (256,), self.norm.weight, self.norm.bias),
-                F.rms_norm(x, (256,), self.scale),
+                F.layer_norm(x, (WIDTH,), self.norm.weight, self.norm.bias),
+                F.rms_norm(x, (WIDTH,), self.scale),
             ),
             *(F.softmax(x, -1), F.log_softmax(x, -1), F.dropout(x, 0.5), x * x),
         ]
+        chosen = torch.stack([classes, classes + 1], 1)
+        rows, routing = dispatch(x, chosen, num_experts=EXPERTS)
+        made.append(combine(rows, routing))
         total = F.cross_entropy(x, classes)
         for y in made:
             total = total + y.sum()
@@ -84,8 +92,11 @@ REFERENCES = (
     "softmax",
     "log_softmax",
     "dropout",
+    "cross_entropy",
+    "dispatch",
+    "combine",
 )
-"""Operators of :class:`Operators` that are measured by bytes per second, with cross entropy."""
+"""Operators of :class:`Operators` that are measured by bytes per second."""
 
 
 def measure_references(world: World, effort: Effort) -> list[Point]:
@@ -95,12 +106,35 @@ def measure_references(world: World, effort: Effort) -> list[Point]:
     points: list[Point] = []
     for op in _reference_ops().values():
         call = local_call(op, {}, Mesh())
-        time = _measured(op, call, world, effort)
+        if op.target in ROUTED:
+            time = _measured_routed(op.target, world, effort)
+        else:
+            time = _measured(op, call, world, effort)
         forward_bytes, backward_bytes = call_bytes(call)
         sizes = {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes}
         times = {"forward_s": time.forward_s, "backward_s": time.backward_s}
         points.append({"operator": op.target, **sizes, **times})
     return points
+
+
+def _measured_routed(target: str, world: World, effort: Effort) -> OpTime:
+    """The time of ``dispatch`` or ``combine``, whose routing is no tensor of zeros."""
+    x = torch.randn(TOKENS, WIDTH, device=world.device, requires_grad=True)
+    chosen = torch.arange(2 * TOKENS, device=world.device).view(TOKENS, 2).mul(5) % EXPERTS
+    rows, routing = dispatch(x, chosen, num_experts=EXPERTS)
+    rows = rows.detach().requires_grad_()
+    into = x if target == "dispatch" else rows
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "dispatch": lambda: dispatch(x, chosen, num_experts=EXPERTS)[0],
+        "combine": lambda: combine(rows, routing),
+    }
+    forward = calls[target]
+    made = forward()
+    ones = torch.ones_like(made)
+    forward_s = of_all(world, forward, effort)
+    backward = partial(torch.autograd.grad, made, into, ones, retain_graph=True)
+    return OpTime(forward_s, of_all(world, backward, effort))
 
 
 def _measured(op: IROp, call: LocalCall, world: World, effort: Effort) -> OpTime:
@@ -229,7 +263,7 @@ class _Tiny(nn.Module):
 
 @functools.cache
 def _traced() -> tuple[IROp, ...]:
-    x, classes = torch.zeros(512, 256), torch.zeros(512, dtype=torch.int64)
+    x, classes = torch.zeros(TOKENS, WIDTH), torch.zeros(TOKENS, dtype=torch.int64)
     return attach_rules(trace(Operators(), {"x": x, "classes": classes})).ops
 
 
@@ -242,7 +276,7 @@ def _reference_ops() -> dict[str, IROp]:
         ops = _traced()
     found: dict[str, IROp] = {}
     for op in ops:
-        if op.target in (*REFERENCES, "cross_entropy"):
+        if op.target in REFERENCES:
             found.setdefault(op.target, op)
     return found
 

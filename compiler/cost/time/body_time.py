@@ -19,6 +19,7 @@ from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.cost.time.token_copies import launches
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import (
@@ -140,7 +141,7 @@ def body_time(
         sums.recomputed_s,
         bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
         sums.volumes,
-        _launches_s(instructions, again, hardware.device.queue_s),
+        _launches_s(instructions, again, hardware.device.queue_s, sums.mesh),
     )
 
 
@@ -148,6 +149,7 @@ def _launches_s(
     instructions: Sequence[tuple[Instruction, OpTime]],
     again: set[int],
     queue_s: tuple[float, float],
+    mesh: Mesh,
 ) -> tuple[float, float]:
     """The seconds in which a host launches what takes time on the device, forward and backward.
     The backward launches once more what it computes ``again``.
@@ -156,10 +158,16 @@ def _launches_s(
         return 0.0, 0.0
     # Adapters cost a host next to nothing: published steps that it binds take as long on four
     # tensor-parallel ranks as on one.
-    calls = [(item, time) for item, time in instructions if not isinstance(item, Adapt)]
-    forwards = sum(time.forward_s > 0 for _, time in calls)
-    backwards = sum(time.backward_s > 0 for _, time in calls)
-    repeated = sum(time.forward_s > 0 for item, time in calls if id(item) in again)
+    forwards = backwards = repeated = 0
+    for item, time in instructions:
+        if isinstance(item, Adapt):
+            continue
+        there, back = 1, 1
+        if isinstance(item, Compute):
+            there, back = launches(item.original, item.assignment, mesh)
+        forwards += there * (time.forward_s > 0)
+        backwards += back * (time.backward_s > 0)
+        repeated += there * (time.forward_s > 0 and id(item) in again)
     return queue_s[0] * forwards, queue_s[0] * repeated + queue_s[1] * backwards
 
 

@@ -23,6 +23,7 @@ from shardwright.compiler.cost.time.arithmetic import (
 )
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
+from shardwright.compiler.cost.time.token_copies import chosen_by_token, sent_tokens
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ATTENTION, ExchangeKind, OpRule
 from shardwright.compiler.ops.seen_keys import is_told_late, seen_bands
@@ -347,25 +348,12 @@ def _tokens_sent(
     hardware: Hardware,
     ranks: tuple[int, ...],
 ) -> Exchange:
-    """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
-    an expert for it. Its number, experts and weights go with it.
-
-    ``before``: the ranks of the axes along which tokens have gone already. 2 experts of 4 ranks,
-    as 2 x 2: along the first axis a token goes to 0.75 of 2 ranks, along the second to 0.44 of 4.
+    """Tokens that go to the ranks of their experts, or come back. The number of a token, its
+    experts and weights go with it. ``before``: as for :func:`sent_tokens`.
     """
-    rule, num_ranks = call.op.rule, mesh.axis_size(axis)
-    assert rule is not None and rule.densities is not None
-    there = call.op.target == "dispatch"
-    density = next(d for side in rule.densities for d in side if d is not None)
-    tokens, hidden = (call.operands[0] if there else call.results[0]).shape
-    routing = rule.results[-1] if there else rule.operands[-1]
-    (experts,) = routing[0]
-    num_experts = rule.factor(experts.factor).size
-    top_k = density.share * estimated_size(num_experts)
-    # The part of all ranks that a token is on in the end, if it chooses evenly.
-    reached = before * num_ranks
-    asked = 1 - (1 - 1 / reached) ** top_k
-    rows = tokens * reached * min(1.0, asked * density.imbalance)
+    num_ranks, there = mesh.axis_size(axis), call.op.target == "dispatch"
+    _, hidden = (call.operands[0] if there else call.results[0]).shape
+    rows, top_k = sent_tokens(call, num_ranks, before), chosen_by_token(call)
     item = (call.operands[0] if there else call.results[0]).dtype.itemsize
 
     def sent_s(num_bytes: float) -> float:

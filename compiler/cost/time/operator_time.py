@@ -11,6 +11,8 @@ fetch what they need before they compute (``Device``). What counts:
   for the forward's two. A causal kernel skips half.
 - **lookups** move the rows they need, not the table; their gradients fill the table with zeros
   first.
+- **tokens of experts** are gathered, added up, and copied around their messages
+  (``token_copies.py``).
 - **views** are free. The gradient of a slice fills what the slice left out with zeros, that of an
   expansion is summed.
 - **factors** (``mul``, ``div``) have a kernel each for their gradients, and one more to sum that of
@@ -39,6 +41,7 @@ from shardwright.compiler.cost.local_calls import (
 )
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.step_calls import calls_of_step
+from shardwright.compiler.cost.time import token_copies
 from shardwright.compiler.cost.time.arithmetic import (
     arithmetic_s,
     casts_operands,
@@ -86,6 +89,7 @@ def op_time(
             call = local_call(op, assignment, mesh)
             found = _estimated(call, hardware.device, communicates(call, assignment, mesh))
             found += further_calls(call, assignment, mesh, hardware.device)
+            found += token_copies.further_time(call, assignment, mesh, hardware.device)
             found += _sums(call, hardware.device)
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
@@ -94,6 +98,7 @@ def op_time(
         call = local_call(op, assignment, mesh)
         found = _measured(call, assignment, mesh, hardware.device, times)
         found += further_calls(call, assignment, mesh, hardware.device)
+        found += token_copies.further_time(call, assignment, mesh, hardware.device)
         found += _sums(call, hardware.device)
     return found + messages_time(call, assignment, mesh, hardware, ranks)
 

@@ -12,6 +12,7 @@ from shardwright.compiler.cost.time.arithmetic import (
     CONVOLUTIONS,
     PRODUCTS,
 )
+from shardwright.compiler.cost.time.token_copies import ROUTED, bytes_copied_here
 from shardwright.compiler.ops.rule import ATTENTION
 
 VIEWS = frozenset(
@@ -149,6 +150,8 @@ def traffic(
 ) -> tuple[float, float]:
     """Bytes read and written, forward and backward. ``one_kernel``: see :data:`ONE_KERNEL`."""
     target, operands, results = call.op.target, call.operands, call.results
+    if target in ROUTED:
+        return bytes_copied_here(call, bool(wanted))
     made = _bytes(results)
     if target in LOOKUPS and len(operands) > 1:
         # Forward reads the index and the rows it needs, and writes these. Backward reads index and

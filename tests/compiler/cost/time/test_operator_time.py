@@ -17,7 +17,7 @@ from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.size import DynamicSize
-from shardwright.compiler.ops.strategy import Assignment, allowed, strategies
+from shardwright.compiler.ops.strategy import Assignment, allowed, exchange, strategies
 from shardwright.runtime.layout import Mesh
 
 RATES = {"float64": 1e6, "float32": 1e9, "bfloat16": 4e9}
@@ -282,9 +282,13 @@ def check_time(name: str, call: Call) -> None:
         if allowed(op.rule, {"a": strategy}, mesh):
             local = local_call(op, {"a": strategy}, mesh)
             split = op_time(op, {"a": strategy}, mesh, hardware)
-            communicates = bool(edge_messages(op, {"a": strategy}, mesh)) or (
-                op.rule.parallel is not None
-                and strategy.removeprefix("split:") in op.rule.parallel.keywords
+            communicates = (
+                bool(edge_messages(op, {"a": strategy}, mesh))
+                or exchange(strategy) is not None
+                or (
+                    op.rule.parallel is not None
+                    and strategy.removeprefix("split:") in op.rule.parallel.keywords
+                )
             )
             # The larger of uneven pieces skips nothing.
             is_masked = strategy == "split:q" and op.arg("is_causal", False)

@@ -117,7 +117,7 @@ def turns_of_axes(
 ) -> tuple[tuple[str, int], ...]:
     """The axes that deal positions in zigzag, and in how many turns: in each, a rank gets an early
     and a late piece, so that attention is as much work for all. ``wanted=None``: as many as
-    :func:`_balancing_turns` says. Where heads are cut, every rank has all positions.
+    :func:`balancing_turns` says. Where heads are cut, every rank has all positions.
 
     Raises :class:`PlanError` for a number that none can be.
     """
@@ -127,14 +127,14 @@ def turns_of_axes(
             hint="0 gives each rank one piece of the sequence, 1 an early and a late one",
         )
     kernels = [op for op in graph.ops if op.target in ATTENTION]
-    found = max(map(_balancing_turns, kernels), default=0)
+    found = max(map(balancing_turns, kernels), default=0)
     turns = found if wanted is None else wanted
     if not turns:
         return ()
     return tuple((axis.name, turns) for axis in axes if axis.mode != "ulysses")
 
 
-def _balancing_turns(op: IROp) -> int:
+def balancing_turns(op: IROp) -> int:
     """The turns in which an attention operator is balanced as far as sizes tell: one if later
     queries see more keys, else none. What windows and documents leave uneven is evened out at run
     time, when lengths are known (:mod:`~shardwright.runtime.ops.attention_moves`).

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.placement.least_memory import MemoryWeight
@@ -159,6 +160,36 @@ def mesh_requests(
         if space.recompute is None and (every := every_layer(graph)):
             yield replace(mesh_request, memory_weight=AGAIN)
             yield replace(mesh_request, recompute=every)
+
+
+def around_attention(graph: IRGraph) -> tuple[str, ...]:
+    """The patterns of what the layers have beside attention: the largest modules without any, but
+    for those inside of a module that attends. They are much of what is kept, and where a sequence
+    is long little of what takes time. None in a model without such layers.
+
+    Example: ``model.layers.*.mlp`` and both norms of a Llama, and not ``self_attn.q_proj``.
+    """
+    layers = set(layer_blocks(graph)[1].values())
+    attending = {op.module_path for op in graph.ops if op.target in ATTENTION}
+    # What holds attention somewhere: ``model``, ``model.layers.3``, ``model.layers.3.self_attn``.
+    holding = {front for path in attending for front in _fronts(path)}
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        fronts = _fronts(op.module_path)
+        layer = next((front for front in fronts if front in layers), None)
+        # The outermost module of the operator that has no attention in it.
+        module = next((front for front in fronts if front not in holding), None)
+        if layer not in holding or layer is None or module is None:
+            continue
+        if module.rpartition(".")[0] not in attending:
+            found[layer_pattern(layer) + module.removeprefix(layer)] = None
+    return tuple(found)
+
+
+def _fronts(path: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    names = path.split(".")
+    return [".".join(names[: index + 1]) for index in range(len(names))]
 
 
 def every_layer(graph: IRGraph) -> tuple[str, ...]:

@@ -55,25 +55,28 @@ class LossPieces:
         """Try plans that are predicted to be faster than the best one, the fastest first. Where
         nothing has fitted, what needs least comes before them.
         """
-        saved_bytes = most_saved_bytes(self.state.graph)
-        for candidate, cost in self._in_order():
+        for candidate, cost in self._in_order(most_saved_bytes(self.state.graph)):
             has_plan, clock = bool(self.state.result.audited), self.state.clock
             # Each try is an audit, which must be able to end in time; without a plan, in overtime.
             is_late = has_plan and clock.spent(clock.longest_s(AUDIT)) > 1.0
             if clock.is_over or is_late:
                 return self.state.end_by_time()
-            over = cost.peak_bytes - self.state.space.memory_bytes
-            is_wanted = not has_plan or cost.step_s < self.state.best_s()
-            # Pieces save what whole logits take, with their gradients, and nothing more than that.
-            if over < saved_bytes and is_wanted:
+            if not has_plan or cost.step_s < self.state.best_s():
                 self.tried.append(candidate)
                 self._try(candidate, cost)
         return None
 
-    def _in_order(self) -> list[tuple[Candidate, PlanCost]]:
-        """The plans that are tried, as far as they are wanted then."""
+    def _in_order(self, saved_bytes: float) -> list[tuple[Candidate, PlanCost]]:
+        """The plans that are tried, as far as they are wanted then. Pieces save what whole logits
+        take, with their gradients, and nothing more than that.
+        """
         tried = set(map(id, self.tried))
-        found = [item for item in self.audits.too_large if id(item[0]) not in tried]
+        most_bytes = self.state.space.memory_bytes + saved_bytes
+        found = [
+            (candidate, cost)
+            for candidate, cost in self.audits.too_large
+            if id(candidate) not in tried and cost.peak_bytes < most_bytes
+        ]
         found.sort(key=lambda item: item[1].step_s)
         if not found or self.state.result.audited:
             return found[:MOST]

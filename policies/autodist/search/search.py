@@ -112,6 +112,13 @@ class Search:
             simple_policies.begin(meshes.left)
             meshes.put_first(simple_policies.best_where)
 
+        # Where later positions have more to do: plans that deal them in zigzag. Of those that are
+        # too large the same with the loss in pieces.
+        loss_pieces = LossPieces(self.state, self.audits)
+        simple_policies.run_in_zigzag(meshes.left)
+        if self.space.pieces and self.audits.too_large:
+            loss_pieces.run()
+
         # Where there is time for few meshes: a plan from the first few, before all others.
         meshes.try_first()
 
@@ -133,7 +140,6 @@ class Search:
             LeastMemory(self.state, self.audits).run(meshes.placed)
 
         # Where plans were too large: the same with the loss in pieces, if they are faster.
-        loss_pieces = LossPieces(self.state, self.audits)
         if self.space.pieces:
             loss_pieces.run()
 

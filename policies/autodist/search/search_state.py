@@ -4,6 +4,7 @@ candidates are made.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -38,6 +40,7 @@ from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.search.step_estimates import StepEstimates
 from shardwright.policies.autodist.stages.split_chain import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.context_axes import balancing_turns
 from shardwright.runtime.activity import tell
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -98,6 +101,7 @@ class SearchState:
         self.placements: list[LoweredPlacement] = []
         self.result = SearchResult()
         self._likely_s: dict[PipelineMesh, float] = {}
+        self._in_zigzag: StepEstimates | None = None
 
     # ---------------------------------------------------------------------------------------------
     # time, and the best so far
@@ -161,12 +165,27 @@ class SearchState:
         return waiting * max(1.0, num_positions * self._longest_share)
 
     @cached_property
-    def _longest_share(self) -> float:
-        """The share of the longest operator in the time of all, unsplit."""
-        times = [
+    def _alone_s(self) -> list[float]:
+        """The seconds of every operator, unsplit."""
+        return [
             op_time(op, {}, Mesh(()), self.hardware, self.times).total_s for op in self.graph.ops
         ]
-        return max(times, default=0.0) / (sum(times) or 1.0)
+
+    @cached_property
+    def _longest_share(self) -> float:
+        """The share of the longest operator in the time of all, unsplit."""
+        return max(self._alone_s, default=0.0) / (sum(self._alone_s) or 1.0)
+
+    def growing_share(self) -> float:
+        """The share of attention whose later queries have more to do, in the time of all operators,
+        unsplit.
+        """
+        growing_s = sum(
+            own_s
+            for own_s, op in zip(self._alone_s, self.graph.ops, strict=True)
+            if op.target in ATTENTION and balancing_turns(op)
+        )
+        return growing_s / (sum(self._alone_s) or 1.0)
 
     @property
     def estimates_s(self) -> float:
@@ -193,13 +212,23 @@ class SearchState:
         or that is not known.
         """
         number, mesh, pp_place = where
-        if self._estimates is None:
+        estimates = self._estimates
+        if mesh.turns and self._in_zigzag is not None:
+            estimates = self._in_zigzag
+        if estimates is None:
             return float("inf")
         if where not in self._likely_s:
-            self._likely_s[where] = self._estimates.step_s(
+            self._likely_s[where] = estimates.step_s(
                 mesh, number, pp_place, self.setting(())
             ) * self.slower(number)
         return self._likely_s[where]
+
+    def estimate_in_zigzag(self) -> None:
+        """Estimate meshes with an axis in zigzag by a program of their own from now on, which takes
+        longer. Without it they are taken to be as good as the same meshes with one piece each.
+        """
+        with contextlib.suppress(PlanError):
+            self._in_zigzag = StepEstimates(self.graph, self.config, in_zigzag=True)
 
     def may_place(self, mesh: Mesh) -> bool:
         """Whether the limit leaves time for another placement on a mesh and an audit of what it

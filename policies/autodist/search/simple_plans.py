@@ -43,7 +43,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
-from shardwright.policies.autodist.candidates.mesh_requests import every_layer
+from shardwright.policies.autodist.candidates.mesh_requests import around_attention, every_layer
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -73,6 +73,14 @@ this factor: at a boundary adapters may be saved.
 WITH_POSITIONS = "inner, and positions"
 """A rule: an axis splits inner dims, and what it would leave whole along the sequence."""
 
+BESIDE: Mapping[str | None, str] = {
+    None: "",
+    "batch": " with data",
+    "inner": " with tp",
+    WITH_POSITIONS: " with tp (sequence_parallel)",
+}
+"""Which policy splits by a rule what another axis leaves to it, in titles."""
+
 AXIS = "axis"
 """What the axis is called along which a rule is asked."""
 
@@ -81,11 +89,13 @@ AXIS = "axis"
 class SimplePlan:
     """A plan, that of the ``whole`` model it was cut from, and what its parts take: ``least_s``
     leaves out messages between stages, ``least_bytes`` all gradients, unless they are asked for,
-    and what is held for a moment only. ``whose``: in words, whose plan it is.
+    and what is held for a moment only. ``again``, ``whose``: in words, what it computes again
+    beside what the user says, and whose plan it is.
     """
 
     plan: Plan
     whole: Plan
+    again: str
     whose: str
     named_schedule: NamedSchedule
     least_s: float
@@ -119,8 +129,11 @@ def simple_plans(
     rules = rules or Rules(graph, setting.config)
     config = setting.config
     # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
-    for recompute, way in itertools.product(_recomputed(mesh, space, rules), rules.ways(mesh)):
-        marked = with_regions(rules.needed, recompute)
+    recomputed = [
+        (again, patterns, with_regions(rules.needed, patterns))
+        for again, patterns in _recomputed(mesh, space, rules).items()
+    ]
+    for way in rules.ways(mesh):
         if (
             SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting)
             >= below_s
@@ -131,38 +144,40 @@ def simple_plans(
             continue
         # A placement that breaks the constraints is none.
         plan = replace(
-            placement,
-            zero=units_of_storage(config),
-            outputs=training_wishes(graph, config),
-            recompute=recompute,
+            placement, zero=units_of_storage(config), outputs=training_wishes(graph, config)
         )
         try:
-            walk = Walk(lower(marked, plan), setting)
+            unmarked = Walk(lower(rules.needed, plan), setting)
         except PlanError:  # a rule for other models: its layouts do not follow from one another
             continue
-        times = list(operator_times(walk).values())
+        times = list(operator_times(unmarked).values())
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
             continue
-        # Where stages begin, for every schedule.
-        on = partial(
-            _simple_plans, marked, walk, times, way, num_positions, pp_place, space, below_s
-        )
-        if later is None:
-            yield from on(named_schedules)
-            continue
-        likely, large = _by_even_bytes(walk, named_schedules, num_positions, space)
-        later.append(on(large))
-        yield from on(likely)
+        for again, recompute, marked in recomputed:
+            walk = unmarked.recomputing(marked, recompute) if recompute else unmarked
+            # Where stages begin, for every schedule.
+            on = partial(
+                _simple_plans, marked, walk, times, again, way.whose, num_positions, pp_place,
+                space, below_s,
+            )  # fmt: skip
+            if later is None:
+                yield from on(named_schedules)
+                continue
+            likely, large = _by_even_bytes(walk, named_schedules, num_positions, space)
+            later.append(on(large))
+            yield from on(likely)
 
 
-def _recomputed(mesh: Mesh, space: SearchSpace, rules: Rules) -> list[tuple[str, ...]]:
-    """What plans on a mesh compute again: what the user says; else nothing, or all layers where an
-    axis deals in zigzag. The search, which chooses layers, does not place such a mesh itself.
+def _recomputed(mesh: Mesh, space: SearchSpace, rules: Rules) -> dict[str, tuple[str, ...]]:
+    """What plans on a mesh compute again: what the user says; else nothing, or where an axis deals
+    in zigzag all layers, with their attention or without. The search, which chooses layers, does
+    not place such a mesh itself. By what titles say of it.
     """
-    found = [tuple(space.recompute or ())]
+    found = {"": tuple(space.recompute or ())}
     if mesh.turns and space.recompute is None and space.memory_bytes < float("inf"):
-        found += [every] if (every := every_layer(rules.needed)) else []
-    return found
+        found[", layers but for attention computed again"] = rules.around_attention
+        found[", all layers computed again"] = rules.every_layer
+    return {again: patterns for again, patterns in found.items() if patterns or not again}
 
 
 def _by_even_bytes(
@@ -193,7 +208,8 @@ def _simple_plans(
     marked: PlannableGraph,
     walk: Walk,
     times: Sequence[float],
-    way: Way,
+    again: str,
+    whose: str,
     num_positions: int,
     pp_place: int,
     space: SearchSpace,
@@ -231,7 +247,8 @@ def _simple_plans(
         yield SimplePlan(
             cut_plan,
             plan,
-            way.whose,
+            again,
+            whose,
             cut.named_schedule,
             least_s,
             partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
@@ -315,6 +332,16 @@ class Rules:
     def needed(self) -> PlannableGraph:
         """The graph of what programs compute."""
         return PlannableGraph.of(needed(self.graph, self._config))
+
+    @cached_property
+    def every_layer(self) -> tuple[str, ...]:
+        """The patterns of all layers."""
+        return every_layer(self.needed)
+
+    @cached_property
+    def around_attention(self) -> tuple[str, ...]:
+        """The patterns of what layers have beside attention."""
+        return around_attention(self.needed)
 
     @cached_property
     def _counted(self) -> Sequence[IROp | None]:
@@ -419,7 +446,7 @@ class Rules:
                 # A model without a batch, or attention that has no ring.
                 with contextlib.suppress(PlanError):
                     plan = self._sequence_plan(mesh, along, mode, rule)
-                    yield Way(plan.strategies, partial(_same, plan))
+                    yield Way(plan.strategies, partial(_same, plan), f"cp ({mode}){BESIDE[rule]}")
 
     def _sequence_plan(self, mesh: Mesh, along: str, mode: str, rule: str | None) -> Plan:
         builder = self.graph.builder(mesh=mesh)

@@ -31,6 +31,7 @@ from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.split_backward_time import (
     parts_of_instructions,
 )
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program, Step
@@ -90,6 +91,16 @@ class Walk:
         self.storage_ranks = tuple(
             unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks
         )
+
+    def recomputing(self, graph: IRGraph, recompute: tuple[str, ...]) -> Walk:
+        """The same, with the modules that match patterns computed again: ``graph`` has them marked.
+        Which adapters there are, and what each takes, is as without.
+        """
+        plan = replace(self.program.plan, recompute=recompute)
+        found = Walk(replace(self.program, graph=graph, plan=plan), self.setting)
+        # Worked out once for all that is computed again: most of what a walk takes.
+        found.__dict__.update(by_place=self.by_place, times=self.times, parameters=self.parameters)
+        return found
 
     @cached_property
     def by_place(self) -> tuple[tuple[int, Step], ...]:

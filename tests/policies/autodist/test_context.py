@@ -131,7 +131,7 @@ def test_zigzag_has_its_loss_in_pieces_where_memory_binds() -> None:
     options = AutodistOptions(degrees={"sp": 4}, memory_limit_gb=0.004)
     best = search(model, config_of(4, memory_limit_gb=0.004), options, slow).best
     assert best is not None and best.cost is not None
-    assert best.title == "sp=4 zigzag, as a simple policy has it, loss in 16 pieces"
+    assert best.title == "sp=4 zigzag, as cp (ring) has it, loss in 16 pieces"
     assert best.plan.mesh.turns == (("sp", 1),) and set(best.plan.loops) == {"loss"}
     assert best.cost.peak_bytes <= 0.004e9
     assert any("pieces: whole, the plan needs" in note.reason for note in best.plan.notes)

@@ -30,12 +30,12 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     PlacedModel,
 )
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, position_ranks
-from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.search import mesh_search
+from shardwright.policies.autodist.search import mesh_search, simple_policies
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.certificate import certificate
@@ -419,7 +419,8 @@ def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     memory_bytes: float,
 ) -> None:
     """Where memory is limited, all layers of such a plan may be computed again, as a published one
-    has them: a search places no mesh in zigzag itself, so it chooses no layers there.
+    has them, or all but their attention: a search places no mesh in zigzag itself, so it chooses no
+    layers there. Titles tell them apart.
     """
     graph, hardware = plans.zoo_graph("llama"), slow_machine(4)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
@@ -427,13 +428,44 @@ def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     setting = Setting(hardware, config, (0, 1, 2, 3))
     mesh = Mesh((("cp", 2), ("tp", 2)), (("cp", 1),))
     whole = [NamedSchedule("", 1)]
-    found = [simple.plan for simple in simple_plans(graph, mesh, whole, 1, 0, space, setting)]
+    found = list(simple_plans(graph, mesh, whole, 1, 0, space, setting))
+    assert (
+        len({(simple.again, simple.whose) for simple in found})
+        == len(found)
+        == 6 * (1 if memory_bytes == float("inf") else 3)
+    )
     options = {"cp": 2, "tp": 2, "cp_mode": "ring", "sequence_parallel": True, "num_stages": 1}
     made = find_policy("hybrid").apply(graph, replace(config, use_end2end=True, pas_config=options))
     expected = made if isinstance(made, Plan) else made.plan
     assert expected is not None
-    again = [plan.recompute for plan in found if plan.strategies == expected.strategies]
-    assert again == [(), ("model.layers.*",)][: 1 if memory_bytes == float("inf") else 2]
+    own = [simple.plan for simple in found]
+    again = [plan.recompute for plan in own if plan.strategies == expected.strategies]
+    around = ("input_layernorm", "post_attention_layernorm", "mlp")
+    modules = tuple(f"model.layers.*.{name}" for name in around)
+    assert again == [(), modules, ("model.layers.*",)][: 1 if memory_bytes == float("inf") else 3]
+
+
+@pytest.mark.parametrize("much", [False, True])
+def test_plans_in_zigzag_come_first_where_attention_is_much(
+    much: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are known before the model is placed on any mesh."""
+    monkeypatch.setattr(simple_policies, "MUCH_ATTENTION", 0.0 if much else 1.0)
+    graph, hardware = plans.zoo_graph("llama"), slow_machine(4)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+    space = SearchSpace(
+        meshes={4: [Mesh((("x", 4),))]}, num_microbatches=1, num_positions=1, simple=True
+    )
+    best: list[Candidate | None] = []
+
+    def place(mesh_request: MeshRequest) -> PlacedModel:
+        best.append(search.result.best)
+        mesh = dict(mesh_request.mesh.axes)
+        return PlacedModel(graph.builder(mesh=mesh).plan("poor"), 0.0, "none", "poor")
+
+    search = Search(graph, config, hardware, space, place)
+    search.run()
+    assert [found is not None and bool(found.plan.mesh.turns) for found in best[:1]] == [much]
 
 
 @pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven"])

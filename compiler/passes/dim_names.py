@@ -30,6 +30,8 @@ _ATTENTION_DIMS = {
 }
 EXPERTS = "experts"
 """The name of the dim of experts that tokens are dispatched to."""
+SCORES = "scores"
+"""The name of the dim of scores, one for each expert, that a router chooses from."""
 
 _FFN_WORDS = (
     "mlp",
@@ -44,6 +46,7 @@ _FFN_WORDS = (
     "wi",
     "linear1",
 )
+_CHOOSING = frozenset(("topk", "argmax", "max", "sort"))
 _MOVING = frozenset(
     (
         "view",
@@ -83,9 +86,11 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
         if value.ndim == 2 and not value.dtype.is_floating_point:
             give(dims.values[value.name][1], "seq")
     _name_stacked_experts(graph, dims, give)
+    _name_scores(graph, dims, give)
     _name_by_operators(graph, dims, give)
     _name_logits(graph, dims, give, names)
     _name_fused_heads(graph, dims, names)
+    _name_fused_gates(graph, dims, names)
     _name_hidden(dims, names)
     # What no rule names is called by its parameters, or by its number.
     for dim_class in dims.classes:
@@ -162,6 +167,38 @@ def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) ->
                     names.setdefault(inner, "head_dim")
                 elif names.get(inner) == "head_dim" and len(segments) == 3:
                     names.setdefault(outer, "qkv_heads")
+
+
+def _name_fused_gates(graph: IRGraph, dims: ModelDims, names: dict[int, str]) -> None:
+    """Name the dim of two of the matrices of a gated layer in one: ``gate_up x ffn``, or ``ffn x
+    gate_up`` where their rows take turns.
+    """
+    for value in graph.parameters:
+        for indices in dims.values[value.name]:
+            for pair in pairwise(indices):
+                for one, other in (pair, pair[::-1]):
+                    is_ffn = _name_by_parameters(dims.classes[other].parameters) == "ffn"
+                    if is_ffn and other not in names and dims.classes[one].segments == (2,):
+                        names.setdefault(one, "gate_up")
+
+
+def _name_scores(
+    graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]
+) -> None:
+    """Name the dim that the experts of tokens are chosen from. It is another one than that of their
+    weights: every rank needs all scores of a token.
+    """
+    chosen = [op.arg("chosen") for op in graph.ops if op.target == "dispatch"]
+    producers = graph.producers() if chosen else {}
+    for value in chosen:
+        # Back through reshapes and casts of the numbers, to what has chosen them.
+        while value.name in producers and producers[value.name][0].target in _MOVING:
+            value = producers[value.name][0].operands[0]
+        if value.name in producers and producers[value.name][0].target in _CHOOSING:
+            choosing = producers[value.name][0]
+            dim = choosing.arg("dim", -1)
+            if isinstance(dim, int):
+                give(dims.values[choosing.operands[0].name][dim], SCORES)
 
 
 def is_data(value: IRValue, graph: IRGraph) -> bool:

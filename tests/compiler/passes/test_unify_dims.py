@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import expert_models
 import plans
 import pytest
 import torch
@@ -79,6 +80,16 @@ def dims_of(graph: PlannableGraph) -> ModelDims:
 def described(graph: PlannableGraph, fqn: str) -> str:
     """The dims of a parameter, by name."""
     return dims_of(graph).describe(next(v.name for v in graph.parameters if v.fqn == fqn))
+
+
+def test_dims_of_a_mixture_of_experts() -> None:
+    entry = expert_models.get("qwen3_moe")
+    graph = graph_of(entry.build(), **entry.inputs())
+    layer = "model.layers.0.mlp"
+    assert described(graph, f"{layer}.gate.weight") == "[scores, hidden]"
+    assert described(graph, f"{layer}.experts.gate_up_proj") == "[experts, gate_up * ffn, hidden]"
+    assert described(graph, f"{layer}.experts.down_proj") == "[experts, hidden, ffn]"
+    assert {c.size for c in dims_of(graph).named("gate_up")} == {2}
 
 
 def test_dims_of_gpt2() -> None:

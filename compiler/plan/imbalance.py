@@ -43,8 +43,7 @@ def check_reachable(imbalance: Imbalance, num_ranks: int, where: str) -> None:
             shown = f"{where} of {name!r}" if isinstance(imbalance, Mapping) else where
             raise ConfigError(
                 f"{shown} is {value:g}, more than a rank can get",
-                why=f"with all tokens on one of {num_ranks} rank(s) it gets {num_ranks} times its "
-                "even share",
+                why=f"all tokens together are {num_ranks} times the even share of a rank",
                 hint=f"give {num_ranks} for the worst case",
             )
 

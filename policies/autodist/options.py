@@ -171,7 +171,10 @@ def _check_amounts(options: AutodistOptions) -> None:
     problem = imbalance_problem(options.imbalance, "it")
     if problem is not None:
         raise ConfigError(
-            "option 'imbalance' of policy 'autodist' has to be numbers from 1", why=problem
+            "option 'imbalance' of policy 'autodist' says how many times its even share of tokens "
+            "the busiest rank gets",
+            why=problem,
+            hint=f"1.0 for experts that are chosen evenly; it is {IMBALANCE} if it is left out",
         )
     for name in (*COUNTS, "memory_limit_gb", "time_limit_s", "simpler_within"):
         value, least = getattr(options, name), 1 if name in COUNTS else 0

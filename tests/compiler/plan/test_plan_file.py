@@ -88,8 +88,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (
             "imbalance",
             {"up": 4, "down": 4.5},
-            "imbalance of 'down' is 4.5, more than a rank can get: with all tokens on one of 4 "
-            "rank(s) it gets 4 times its even share",
+            "imbalance of 'down' is 4.5, more than a rank can get: all tokens "
+            "together are 4 times the even share of a rank",
         ),
         ("certificate.cost_s", "1 s", "certificate.cost_s is '1 s', not a number"),
     ],

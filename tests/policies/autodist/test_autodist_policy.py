@@ -367,6 +367,12 @@ def test_pipelines_are_searched_for_training_only() -> None:
 
 
 def test_refusals() -> None:
+    assert refusal(ConfigError, imbalance=0.5) == (
+        "option 'imbalance' of policy 'autodist' says how many times its even share of tokens the "
+        "busiest rank gets\n"
+        "  why:   it is 0.5, not a number from 1\n"
+        "  try:   1.0 for experts that are chosen evenly; it is 1.25 if it is left out"
+    )
     assert refusal(ConfigError, forbid={"ffn": ["tp"]}) == (
         "policy 'autodist' has forbid but no mesh\n"
         "  why:   the axes they name are those of a mesh\n"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.runtime.marks import Seen
-from shardwright.runtime.runs import Run
+from shardwright.runtime.runs import Run, joined, without
 from shardwright.runtime.visible_keys import EVEN, MOST_GUESTS, Band, clips
 
 
@@ -112,6 +112,14 @@ def moves_of(
         pairs[target] += moved
         found.stop = first
     return tuple(moves)
+
+
+def computed_by(
+    rank: int, own: tuple[Run, ...], moves: Sequence[Move]
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """What a rank computes of its own queries, and of those of others."""
+    gone = joined(move.queries for move in moves if move.source == rank)
+    return without(own, gone), joined(move.queries for move in moves if move.target == rank)
 
 
 def _most_moves(

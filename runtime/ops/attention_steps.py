@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwright.runtime.marks import Seen
-from shardwright.runtime.ops.attention_moves import Move, moves_of
+from shardwright.runtime.ops.attention_moves import Move, computed_by, moves_of
 from shardwright.runtime.ops.axes import Length, piece_runs, whole_length
-from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within, without
+from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within
 from shardwright.runtime.visible_keys import (
     Bands,
     Tile,
@@ -167,7 +167,7 @@ def steps_of(
     guests, kept, sees = _guests(moves, index), {}, {}
     for some in seen:
         own_moves = [move for move in moves if move.samples == some.samples]
-        computed = [_computed(own_moves, rank, queries[rank]) for rank in range(len(members))]
+        computed = [computed_by(rank, own, own_moves) for rank, own in enumerate(queries)]
         kept[some.samples] = computed[index][0]
         sees[some.samples] = [
             seen_runs(some.bands, joined((*here, *there))) for here, there in computed
@@ -250,14 +250,6 @@ def _away(moves: Sequence[Move], rank: int, own: tuple[Run, ...]) -> tuple[Lent,
         Lent(target, samples, joined(runs), places_of(own, joined(runs)))
         for (target, samples), runs in sorted(found.items())
     )
-
-
-def _computed(
-    moves: Sequence[Move], rank: int, own: tuple[Run, ...]
-) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """What a rank computes: of its own queries, and of those of others."""
-    gone = joined(move.queries for move in moves if move.source == rank)
-    return without(own, gone), joined(move.queries for move in moves if move.target == rank)
 
 
 def _only(bands: Bands, queries: tuple[Run, ...]) -> Bands:

@@ -4,6 +4,7 @@ one, and queries that other ranks compute.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from shardwright.compiler.ops.seen_keys import is_told_late, seen_bands
 from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
 from shardwright.runtime.atoms import Atom
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.marks import Seen
+from shardwright.runtime.ops.attention_moves import computed_by, moves_of
 from shardwright.runtime.runs import Run, dealt, joined
 from shardwright.runtime.visible_keys import EVEN, MOST_GUESTS, keys_seen, pairs
 
@@ -320,7 +323,12 @@ def _share_handed_on(call: LocalCall, axis: str, cutting: Sequence[str], mesh: M
 
 
 def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
-    """The share of the keys of other ranks that come to the rank that needs the most of them."""
+    """The share of the keys of other ranks that come to the rank that needs the most of them, for
+    its own queries and for those of others that it computes.
+
+    Of documents, which are known late, it needs no more than of a single one: there the rank with
+    the last positions gets all keys.
+    """
     if call.op.target == "scaled_dot_product_attention":
         # In zigzag a rank sees, on average, half of the last runs of the others, and all before.
         turns = mesh.turns_of(axis) if call.op.arg("is_causal", False) else 0
@@ -331,12 +339,17 @@ def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
     def runs(count: int, rank: int) -> tuple[Run, ...]:
         return dealt(count, num_ranks, rank, turns=mesh.turns_of(axis))
 
-    received, by_rank = [], []
-    for by in range(num_ranks):
-        others = (of for of in range(num_ranks) if of != by)
-        of_others = [keys_seen(bands, runs(num_queries, by), runs(num_keys, of)) for of in others]
-        received += of_others
-        by_rank.append(sum(of_others))
+    queries = tuple(joined(runs(num_queries, rank)) for rank in range(num_ranks))
+    if call.op.target == "attention_where" and not is_told_late(call.op) and mesh.turns_of(axis):
+        moves = moves_of((Seen((0, 1), bands),), queries, 0)
+        queries = tuple(
+            joined(itertools.chain(*computed_by(rank, own, moves)))
+            for rank, own in enumerate(queries)
+        )
+    by_rank = [
+        sum(keys_seen(bands, own, runs(num_keys, of)) for of in range(num_ranks) if of != by)
+        for by, own in enumerate(queries)
+    ]
     return min(1.0, max(by_rank) / max(1.0, num_keys * (num_ranks - 1) / num_ranks))
 
 

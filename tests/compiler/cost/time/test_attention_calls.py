@@ -17,6 +17,8 @@ from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ops.stand_ins import attention_where
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.marks import Seen
+from shardwright.runtime.ops.attention_steps import Place, steps_of
 from shardwright.runtime.visible_keys import earlier_keys
 
 Q = torch.randn(1, 2, 64, 4, requires_grad=True)
@@ -110,6 +112,25 @@ def test_queries_are_priced_that_move_as_a_window_leaves_work_uneven(
     moved = num_queries * 2 * (4 + 4) * 4  # heads, width of a query and of an output, bytes
     assert [sent.forward_bytes for sent in found] == ([moved] if num_queries else [])
     assert not exchanges_in(op, ways()["gather"], on(0), HARDWARE)
+
+
+@pytest.mark.parametrize("window", [64, 32, 16, 8])
+def test_keys_are_priced_that_queries_of_others_need(window: int) -> None:
+    """The price is that of the keys which the runtime sends to the rank that gets most of them."""
+    seen = earlier_keys(64, 64, window)
+    op, _ = example_op((attention_where, (Q, Q, Q), {"bands": tuple(map(astuple, seen))}))
+    ring, *_ = exchanges_in(replace(op, results=OP.results), ways()["ring"], on(1), HARDWARE)
+
+    def received(rank: int, *, evens_out: bool) -> int:
+        places = (Place(4, rank, 1, is_ring=True),)
+        steps = steps_of(places, (64, 64), 1, (Seen((0, 1), seen),), 0, evens_out=evens_out)
+        return sum(share.num_keys for step in steps.steps[1:] for share in step.shares)
+
+    alone, most = (
+        max(received(rank, evens_out=evens_out) for rank in range(4)) for evens_out in (False, True)
+    )
+    assert (most > alone) == (window in (32, 16))
+    assert ring.forward_bytes == most * 2 * (4 + 4) * 4  # heads, widths of a key and value, bytes
 
 
 def test_ranks_have_even_work_of_documents_also_where_each_has_one_run() -> None:

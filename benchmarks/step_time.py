@@ -8,7 +8,8 @@ Four comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per ran
     dp      policy dp, 2 ranks              against DistributedDataParallel
     tp      policy tp, 2 ranks              against DTensor's parallelize_module with loss_parallel
     checks  policy tp, 2 ranks that compare in every step whether they agree
-                                            against ranks that compare in the first step only
+                                            against ranks that compare in the first step only;
+                                            with the median time of each kind of comparison
 
 Both sides live in the same processes and take turns step by step, so that load from elsewhere meets
 both. One rank is timed in CPU seconds, several by the wall clock. A step is zero_grad, forward,
@@ -20,9 +21,11 @@ for this case. With ``--compile 1`` both models go through ``torch.compile``, ou
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
+from shardwright.runtime.module import parallel_module
+from shardwright.runtime.training.agreement import TrainingAgreement
+from shardwright.runtime.training.copies import Copies
 
 BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 8, 128, 8192
 NUM_RANKS = {"eager": 1, "dp": 2, "tp": 2, "checks": 2}
@@ -48,6 +54,13 @@ LEARNING_RATE = 1e-3
 
 Step = Callable[[], float]
 """One training step; returns the loss."""
+
+COMPARISONS: Mapping[str, tuple[Any, str]] = {
+    "steps and options": (TrainingAgreement, "_compare_standings"),
+    "arguments": (parallel_module, "compare_inputs"),
+    "parameters": (Copies, "find_on_all_ranks"),
+}
+"""What ranks compare, and the function that does it."""
 
 Wrap = Callable[[nn.Module], nn.Module]
 """What is done to a model before it is called."""
@@ -155,6 +168,30 @@ def dtensor_tp(batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
     return stepper(wrap(model), optimizer, batch, around_backward=loss_parallel)
 
 
+@contextlib.contextmanager
+def timed_comparisons() -> Iterator[Mapping[str, list[float]]]:
+    """Inside the ``with`` block, the seconds that each comparison of ranks takes, by its kind."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in COMPARISONS}
+    originals = {kind: getattr(owner, name) for kind, (owner, name) in COMPARISONS.items()}
+
+    def timed(kind: str, *args: Any) -> Any:
+        begin = time.perf_counter()
+        result = originals[kind](*args)
+        seconds[kind].append(time.perf_counter() - begin)
+        return result
+
+    def method(kind: str) -> Callable[..., Any]:
+        return lambda *args: timed(kind, *args)
+
+    for kind, (owner, name) in COMPARISONS.items():
+        setattr(owner, name, method(kind))
+    try:
+        yield seconds
+    finally:
+        for kind, (owner, name) in COMPARISONS.items():
+            setattr(owner, name, originals[kind])
+
+
 def run_rank(rank: int, case: str, folder: str, num_pairs: int, *, compiled: bool) -> None:
     """One comparison on the calling rank; rank 0 prints."""
     batch = make_batch(seed=rank if case == "dp" else 0)
@@ -169,9 +206,19 @@ def run_rank(rank: int, case: str, folder: str, num_pairs: int, *, compiled: boo
     first, second = ours_step(), their_step()
     assert_same_training(first, second)
     clock = time.process_time if case == "eager" else time.perf_counter
-    ratio = compare(ours_step, their_step, num_pairs=num_pairs, barrier=dist.barrier, clock=clock)
+    with timed_comparisons() as seconds:
+        ratio = compare(
+            ours_step, their_step, num_pairs=num_pairs, barrier=dist.barrier, clock=clock
+        )
     if rank == 0:
         print(f"{case:6} {ratio}", flush=True)
+    if rank == 0 and case == "checks":
+        for kind, found in seconds.items():
+            print(
+                f"       {kind}: {1e3 * statistics.median(found):.2f} ms, the median of "
+                f"{len(found)}",
+                flush=True,
+            )
 
 
 def main() -> None:

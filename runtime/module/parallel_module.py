@@ -455,6 +455,8 @@ class ParallelModule(DeclaredModule):
             check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)
+            elif self.training and not self.end2end:
+                self.reducer.note_call()
         # Then, once, that all of them were given the same.
         if not self._inputs_compared:
             self._inputs_compared = True

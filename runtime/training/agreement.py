@@ -5,12 +5,15 @@ from giving it another batch. The collectives still meet, and the numbers are wr
 compare, in the first step and then in every ``ComputeConfig.check_ranks_every``-th one:
 
 - all ranks: how many steps they have taken, how often they have cleared gradients that no step has
-  used, and the options of their optimizer, which schedulers change. These are a few numbers, so
-  they are compared in the 2nd, 3rd, 5th, 9th, ... step, too: scripts go wrong early;
+  used, how many calls no backward has followed, and the options of their optimizer, which
+  schedulers change;
 - the ranks of a unit: the arguments of the next call
   (:mod:`shardwright.runtime.module.call_checks`);
 - ranks with copies of a parameter: its values (:mod:`shardwright.runtime.training.copies`).
   Before the first step an optimizer compares them by itself.
+
+The first two are small, so they are compared in the 2nd, 3rd, 5th, 9th, ... step, too: scripts go
+wrong early.
 
 [Note: When ranks compare] A comparison is a collective, so all ranks must come to it at the same
 place among their collectives, also where they do not agree on anything else. So steps are not
@@ -22,6 +25,7 @@ compile a call again for every new count, while a flag that is set now and then 
 from __future__ import annotations
 
 import json
+import warnings
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -32,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.runtime.errors import UsageError
+from shardwright.runtime.errors import UsageError, format_error
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.world import World
 from shardwright.runtime.training.copies import Copies, CopiesDiffer
@@ -51,19 +55,23 @@ class Part(Protocol):
 class _Standing:
     """Where a rank stands in its training. ``groups``: the options of each parameter group, which
     all ranks have alike. ``num_dropped``: how often it has cleared gradients that no step has used.
+    ``num_unused``: how many calls were followed by another call and no backward.
     """
 
     num_steps: int
     step: int
     groups: Sequence[Mapping[str, str]]
     num_dropped: int
+    num_unused: int
 
     def to_json(self) -> list[Any]:
-        return [self.num_steps, self.step, self.groups, self.num_dropped]
+        return [self.num_steps, self.step, self.groups, self.num_dropped, self.num_unused]
 
     def digest(self) -> list[int]:
-        """Numbers that are the same on two ranks where everything else is."""
-        return [self.num_steps, self.step, _crc(self.groups), self.num_dropped]
+        """Numbers that are the same on two ranks where everything else is. ``num_unused`` is the
+        last one: it may differ for a good reason.
+        """
+        return [self.num_steps, self.step, _crc(self.groups), self.num_dropped, self.num_unused]
 
 
 class TrainingAgreement:
@@ -82,6 +90,8 @@ class TrainingAgreement:
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._num_steps = 0
         self._num_dropped = 0
+        self._num_unused = 0
+        self._has_warned = False
 
     def watch(self, optimizer: Optimizer) -> None:
         """Compare the options of ``optimizer`` from now on, too."""
@@ -98,6 +108,13 @@ class TrainingAgreement:
         """
         self._num_dropped += 1
 
+    def note_unused(self) -> None:
+        """A call was followed by another one and no backward. A rank that leaves out a batch behind
+        its forward has taken as many steps as the others at their next sum, and has dropped
+        nothing.
+        """
+        self._num_unused += 1
+
     def check(self) -> None:
         """Count a sum of gradients, and compare if it is time. Collective.
 
@@ -108,10 +125,10 @@ class TrainingAgreement:
         if self._world.size == 1:
             return
         is_due = number == 0 or (interval and number % interval == 0)
-        if is_due and number:  # the first call has compared already
-            for part in self._living_parts():
-                part.expect_comparison()
         if is_due or (number < interval and number.bit_count() == 1):
+            if number:  # the first call has compared already
+                for part in self._living_parts():
+                    part.expect_comparison()
             self._compare_standings()
         # One step later, when the arguments of the call have been compared: other arguments make
         # copies drift, too, and whoever reads the error wants the cause.
@@ -123,9 +140,31 @@ class TrainingAgreement:
         digests = self._world.everyone.all_gather(
             torch.tensor(mine.digest(), device=self._world.device), phase="setup"
         )
-        if all(torch.equal(digests[0], other) for other in digests):
+        if any(not torch.equal(digests[0][:-1], other[:-1]) for other in digests):
+            everyones = self._world.all_gather_object(mine.to_json())
+            self._refuse([_Standing(*found) for found in everyones])
+        self._warn_of_unused([int(digest[-1]) for digest in digests])
+
+    def _warn_of_unused(self, counts: Sequence[int]) -> None:
+        """Say once, on one rank, that ranks have left out other numbers of batches. Each sum is one
+        of gradients still, and units may call a module as often as their data want before they go
+        back: so this is no error.
+        """
+        found = _differences({rank: str(count) for rank, count in enumerate(counts)})
+        if found is None or self._has_warned:
             return
-        self._refuse([_Standing(*found) for found in self._world.all_gather_object(mine.to_json())])
+        self._has_warned = True
+        if self._world.rank == 0:
+            warnings.warn(
+                format_error(
+                    "the ranks do not agree on how many calls of the module were followed by no "
+                    "backward",
+                    why=found,
+                    hint="leave out a batch on all ranks or on none: a rank that leaves one out "
+                    "meets the others one batch late, and at the end they wait for it",
+                ),
+                stacklevel=2,
+            )
 
     def _living_parts(self) -> list[Part]:
         return [part for reference in self._parts if (part := reference()) is not None]
@@ -134,7 +173,7 @@ class TrainingAgreement:
         optimizer = None if self._optimizer is None else self._optimizer()
         groups = [] if optimizer is None else [_options(group) for group in optimizer.param_groups]
         step = next((part.rng.step for part in self._living_parts()), 0)
-        return _Standing(self._num_steps, step, groups, self._num_dropped)
+        return _Standing(self._num_steps, step, groups, self._num_dropped, self._num_unused)
 
     def _refuse(self, standings: Sequence[_Standing]) -> None:
         ranks = range(len(standings))
@@ -194,15 +233,22 @@ def _at(groups: Sequence[Mapping[str, str]], index: int) -> Mapping[str, str]:
 
 
 def _compare(what: str, values: Mapping[int, str], hint: str) -> None:
+    found = _differences(values)
+    if found is not None:
+        raise UsageError(f"the ranks do not agree on {what}", why=found, hint=hint)
+
+
+def _differences(values: Mapping[int, str]) -> str | None:
+    """Which ranks have which of several values, in words; ``None`` if all have the same."""
     alike: dict[str, list[int]] = {}
     for rank, value in values.items():
         alike.setdefault(value, []).append(rank)
-    if len(alike) > 1:
-        found = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}"
-            for value, ranks in alike.items()
-        )
-        raise UsageError(f"the ranks do not agree on {what}", why=found, hint=hint)
+    if len(alike) == 1:
+        return None
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}"
+        for value, ranks in alike.items()
+    )
 
 
 _NOT_OPTIONS = frozenset({"params", "param_names", "param_shards"})

@@ -66,6 +66,7 @@ class Reducer:
         self._holding = False
         self._is_cleared = True
         self._has_arrived = False  # a gradient, since the last sum or clearing
+        self._is_backward_due = False  # since a call that records gradients
         self._has_warned = False
         self.agreement: TrainingAgreement | None = None
         self._pre_hooks: Hooks = OrderedDict()
@@ -98,6 +99,12 @@ class Reducer:
     def leaves_gradients(self) -> bool:
         """Whether all parameters have their gradients as ``grad`` once these are summed."""
         return all(bucket.leaves_gradients for bucket in self.buckets)
+
+    def note_call(self) -> None:
+        """A module has been called, and records gradients."""
+        if self._is_backward_due and self.agreement is not None:
+            self.agreement.note_unused()
+        self._is_backward_due = bool(self.buckets)
 
     def sum_gradients(self) -> None:
         """Sum every gradient that has not been summed since it was cleared. Collective; a second
@@ -220,7 +227,7 @@ class Reducer:
             self._refuse_second_backward(bucket, index)
         if not (bucket.is_local or self._has_warned):
             self._warn_of_hooks(bucket.members[index])
-        self._has_arrived = True
+        self._has_arrived, self._is_backward_due = True, False
         if bucket.members[index].parameter.grad is not None:
             bucket.take(index)
         if (self.asynchronous or self.frees_gradients) and not self._holding:

@@ -227,12 +227,12 @@ def evaluated(folder: Path, policy: str, **fields: Any) -> tuple[float, float]:
 
 
 def waits(folder: Path, policy: str, **fields: Any) -> list[str]:
-    """What the host waits for the device in the fourth step, in which ranks compare nothing."""
+    """What the host waits for the device in the seventh step, in which ranks compare nothing."""
     entry = zoo.get("gpt2")
     with float64_casts():
         module = _built(folder, entry.build(), entry.inputs(), policy, **fields)
         optimizer = build_optimizer(module, adamw)
-        for _ in range(4):
+        for _ in range(7):
             fake_cuda.synchronisations()
             optimizer.zero_grad()
             _run(module, entry.inputs())

@@ -2,6 +2,8 @@
 named.
 """
 
+import warnings
+
 import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
@@ -134,6 +136,59 @@ def test_a_step_that_one_rank_leaves_out_is_told_soon(tmp_path):
     assert max(steps.values()) <= 4
 
 
+@pytest.mark.parametrize("clears", ["before", "behind"])
+def test_a_batch_that_one_unit_leaves_out_behind_its_forward_is_told_soon(tmp_path, clears):
+    """Its next gradients meet those of the others: they are as many and of the same steps."""
+    directory = files(tmp_path, 100)
+
+    def on_rank(rank, leaving_out):
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.01)
+        loader, num_steps = iter(range(9)), 0
+        while num_steps < 7:
+            if clears == "before":
+                optimizer.zero_grad()
+            batch = next(loader)
+            loss = module(*make_batch(batch))
+            if rank in leaving_out and batch == 2:
+                continue
+            loss.backward()
+            optimizer.step()
+            num_steps += 1
+            if clears == "behind":
+                optimizer.zero_grad()
+
+    for leaving_out in ((), (0, 1, 2, 3), (2, 3)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_ranks(4, on_rank, leaving_out)
+        assert [str(warning.message) for warning in caught] == (
+            [
+                "the ranks do not agree on how many calls of the module were followed by no "
+                "backward\n"
+                "  why:   ranks 0, 1: 0; ranks 2, 3: 1\n"
+                "  try:   leave out a batch on all ranks or on none: a rank that leaves one out "
+                "meets the others one batch late, and at the end they wait for it"
+            ]
+            if leaving_out == (2, 3)
+            else []
+        )
+
+
+def test_a_step_that_one_rank_of_a_unit_leaves_out_is_told_soon(tmp_path):
+    """All of it, forward too: its next batch is another one than that of the unit."""
+    directory = files(tmp_path, 100)
+    steps = {}
+
+    def batch(rank, step):
+        steps[rank] = step
+        return make_batch(step + (rank == 3 and step >= 2))
+
+    with pytest.raises(InputError, match="'x' is not the same on all ranks of a unit"):
+        train(directory, 8, batch=batch)
+    assert max(steps.values()) == 2
+
+
 def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     """A rank whose data has shifted by one batch; that of another unit may be any."""
     directory = files(tmp_path)
@@ -148,7 +203,7 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
 
 @pytest.mark.parametrize(
     ("every", "due"),
-    [(EVERY, [0, 1, 2, 3, 4, 6]), (6, [0, 1, 2, 4, 6]), (0, [0]), (1, list(range(7)))],
+    [(EVERY, [0, 1, 2, 3, 4, 6]), (9, [0, 1, 2, 3, 4, 5]), (0, [0]), (1, list(range(7)))],
 )
 def test_in_between_nothing_is_sent(tmp_path, every, due):
     """One step after a comparison of all ranks, those of a unit compare the arguments."""

@@ -44,6 +44,35 @@ _FPN = {
     "fpn_hidden_size": 32,
 }
 
+_STROKES = {
+    name: [[2 * reach + 1 if tall else 1, 2 * reach + 1 if wide else 1], [1, 1], padding]
+    for shape, tall, wide in (
+        ("vertical_long_to_small_conv", True, False),
+        ("horizontal_small_to_long_conv", False, True),
+        ("symmetric_conv_long", True, True),
+    )
+    for ratio, reach in (("long", 3), ("mid", 2), ("short", 1))
+    for name in [f"{shape}_{ratio}ratio"]
+    for padding in [[reach if tall else 0, reach if wide else 0]]
+} | {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
+_DETECTED_TEXT = {
+    "intraclass_block_config": _STROKES,
+    "neck_out_channels": 32,
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+_LCNET = {
+    "backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "backbone_config.stage_out_channels": [96, 96, 192, 384],
+    "backbone_config.block_configs": [
+        [[3, 96, 96, 1, True]],
+        [[3, 96, 96, 2, False]],
+        [[3, 96, 192, 2, False]],
+        [[3, 192, 384, 2, False]],
+    ],
+}
+_SOUNDS = {"num_filters": 4, "downsampling_ratios": [2, 2, 4], "depths": [1] * 4}
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
@@ -84,6 +113,7 @@ SETTINGS: Mapping[str, Settings] = {
         "rope_parameters": _ROPE_BY_KIND,
     },
     "cvt": {"depth": [1, 2, 3]},
+    "dac": {"encoder_hidden_size": 8, "decoder_hidden_size": 64, "hidden_size": 128},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "decision_transformer": {"state_dim": 6, "act_dim": 3},
     "depth_anything": _BACKBONE,
@@ -108,6 +138,24 @@ SETTINGS: Mapping[str, Settings] = {
     "ernie4_5_vl_moe": {
         name: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
         for name in ("rope_parameters", "text_config.rope_parameters")
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [1]},
+    "pp_ocrv5_server_det": {
+        **_DETECTED_TEXT,
+        "backbone_config.stage_in_channels": [48, 16, 64, 128],
+    },
+    "pp_ocrv6_medium_det": {
+        **_DETECTED_TEXT,
+        **_LCNET,
+    },
+    "pp_ocrv6_small_det": {
+        **_LCNET,
+        "layer_list_out_channels": [96, 96, 192, 384],
+    },
+    "vibevoice_asr": {
+        f"{part}.{name}": value
+        for part in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+        for name, value in _SOUNDS.items()
     },
     "esm": {"vocab_size": 100, "mask_token_id": 32, "pad_token_id": 1},
     "esmc": {
@@ -177,11 +225,16 @@ SETTINGS: Mapping[str, Settings] = {
     },
     "prompt_depth_anything": _BACKBONE,
     "qwen4_exp": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
+        f"text_config.{name}": value
+        for name, value in {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }.items()
     },
     "rf_detr": {"backbone_config.out_features": ["stage1", "stage2"]},
     "radio": {"patch_dim": 192},
@@ -312,7 +365,34 @@ def _codebooks(config: Any) -> dict[str, Any]:
     return {"input_ids": torch.randint(3, 80, (rows, 16)), "attention_mask": None, "labels": None}
 
 
+def _seen_twice(config: Any) -> dict[str, Any]:
+    """Images in two resolutions, and texts with a place for each of their 16 patches."""
+    text = torch.randint(3, 80, (BATCH, 22))
+    text[:, 2:18] = config.image_token_id
+    return {
+        "input_ids": text,
+        "high_res_pixel_values": torch.rand(BATCH, 3, 32, 32),
+        "labels": torch.where(text == config.image_token_id, -100, text),
+    }
+
+
+def _shared_keys(config: Any) -> dict[str, Any]:
+    """What the model that is assisted knows of 16 tokens: keys and values by kind of layer."""
+    text = config.text_config
+    shape = (BATCH, text.num_key_value_heads, 16, text.hidden_size // text.num_attention_heads)
+    return {
+        "input_ids": None,
+        "inputs_embeds": torch.randn(BATCH, 16, 2 * config.backbone_hidden_size),
+        "position_ids": torch.arange(16).repeat(BATCH, 1),
+        "shared_kv_states": {
+            kind: (torch.randn(shape), torch.randn(shape)) for kind in set(text.layer_types)
+        },
+    }
+
+
 ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "deepseek_vl_hybrid": _seen_twice,
+    "gemma4_unified_assistant": _shared_keys,
     "audio_spectrogram_transformer": lambda c: {
         "input_values": torch.randn(BATCH, c.max_length, c.num_mel_bins)
     },
@@ -345,6 +425,7 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "chameleon": lambda c: {"pixel_values": None},
     "fastspeech2_conformer": _spoken,
     "nemotron_h_omni": lambda c: {"pixel_values": None, "input_features": None},
+    "pp_ocrv5_server_det": lambda c: {"pixel_values": torch.rand(BATCH, 3, 64, 64)},
     "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": torch.rand(BATCH, 3, 96, 64)},
     "rag": _retrieved,
     "vibevoice_acoustic_tokenizer": lambda c: {"input_values": torch.randn(BATCH, 1, 1600)},

@@ -676,8 +676,10 @@ def built(model: type[nn.Module], config: Any) -> nn.Module:
                 parameter.add_(0.03 * noise.to(parameter.dtype))
         # Initial weights of 0.02 make what many convolutions pass on vanish (DEIMv2: 3e-11), and
         # batch norms then turn last bits into the seventh digit. These keep the size (He et al.
-        # 2015, equation 10).
-        for part in made.modules():
+        # 2015, equation 10). Without norms between them residual blocks let values grow (DAC: to
+        # 1e13), so there the weights stay.
+        has_norms = any("BatchNorm" in type(part).__name__ for part in made.modules())
+        for part in made.modules() if has_norms else ():
             weight = part._parameters.get("weight") if isinstance(part, _CONVOLUTIONS) else None
             if weight is not None:
                 spread = math.sqrt(2 / max(1, weight[0].numel()))

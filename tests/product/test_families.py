@@ -39,6 +39,14 @@ def test_gradients_of_grouped_convolutions_count_as_much_as_the_convolution() ->
     assert counting.flops == 3 * 2 * (2 * 16 * 3 * 3) * (2 * 3 * 3)
 
 
+def test_attention_counts() -> None:
+    q, k, v = (torch.rand(2, 3, 8, 16).double().requires_grad_() for _ in range(3))
+    with families._Counting() as counting:
+        nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    # Two products forward; five backward, as it computes the scores again.
+    assert counting.flops == 7 * 2 * (2 * 3 * 8 * 8 * 16)
+
+
 @pytest.mark.slow
 def test_channels_of_tiny_convolutions_are_split() -> None:
     (*_, row) = families.try_folder("regnet", None)

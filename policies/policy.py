@@ -8,11 +8,13 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.built_in_policies import BUILT_IN
 from shardwright.runtime.argument_kinds import is_too_long
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
@@ -103,6 +105,8 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
                 *(old for old, new in ORIGINAL_OPTION_NAMES.items() if new in declared),
             )
             hint = did_you_mean(written, known) if known else "leave pas_config empty"
+            if others := _policies_with(written):
+                hint = f"it is an option of {', '.join(map(repr, others))}"
             hint = ORIGINAL_OPTIONS_ELSEWHERE.get(written, hint)
             raise ConfigError(f"policy {policy!r} has no option {written!r}", hint=hint)
         if name in given:
@@ -128,6 +132,16 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
                 f"policy {policy!r} needs option {name!r}", why=f"it takes {_words(hints[name])}"
             )
     return options(**given)
+
+
+def _policies_with(option: str) -> list[str]:
+    """The names of the built-in policies that have an option. Imports them."""
+    found = {name: import_module(path).POLICY.options for name, path in BUILT_IN.items()}
+    return [
+        name
+        for name, options in found.items()
+        if option in {field.name for field in fields(options)}
+    ]
 
 
 def _fits(value: Any, hint: Any) -> bool:

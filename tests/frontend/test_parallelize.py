@@ -570,8 +570,8 @@ def test_arguments_are_refused_in_words(tmp_path):
     assert refusal(
         ConfigError, lambda: compile_net(tmp_path, fields={"pas_config": {"num_stages": 2}})
     ) == (
-        "policy 'tp' has no option 'num_stages'\n  try:   one of 'ep', 'etp', 'gathers_again', "
-        "'hardware', 'loss_pieces', 'mlp_pieces', 'sequence', 'sequence_parallel'"
+        "policy 'tp' has no option 'num_stages'\n"
+        "  try:   it is an option of 'pp', 'hybrid', 'tensor', 'autodist'"
     )
     assert refusal(PlanError, lambda: compile_net(tmp_path, policy="dp")).startswith(
         "policy 'dp' copies the model over units, so a plan has one rank\n"

@@ -106,9 +106,6 @@ ROW_ERROR = 0.07
 leaves out.
 """
 
-FAR = 0.05
-"""The error, as a logarithm, from which a row counts less."""
-
 STEP = 0.03
 """How much a constant is changed to see what that changes, as a logarithm."""
 
@@ -259,8 +256,9 @@ def fit(
     for _ in range(6):
         now = errors(at)
         slopes = [(errors(at + STEP * axis) - now) / STEP for axis in np.eye(len(names))]
-        # Rows that are far off count less (Huber): they want another model, not other constants.
-        weights = 1 / (row_error * np.sqrt(np.maximum(1, np.abs(now) / FAR)))
+        # Rows that are far off count less, as in a Cauchy distribution: they want another model, not
+        # other constants.
+        weights = 1 / np.hypot(row_error, now)
         left = np.vstack([weights[:, None] * np.stack(slopes, axis=1), np.diag(1 / doubt)])
         right = np.append(-weights * now, (believed - at) / doubt)
         change = np.linalg.lstsq(left, right, rcond=None)[0]

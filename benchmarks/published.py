@@ -32,6 +32,7 @@ from published_pictures import write_picture
 from published_runs import (
     Row,
     depths_of,
+    hardware_of,
     program_of,
     read_rows,
     refusal,
@@ -42,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.compiler.cost.audit import audit, time_of_step
-from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier, load_hardware
+from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
@@ -54,26 +55,9 @@ MACHINES = TABLES / "machines.json"
 FUSED_ADAM = OptimizerMemory(fused=True)
 """All studies use a fused Adam, with float32 masters and moments."""
 
-PRESETS = {
-    "A100": "a100-80gb",
-    "A100 80GB": "a100-80gb",
-    "A100 40GB": "a100-40gb",
-    "H100": "h100",
-    "H200": "h200",
-    "B200": "b200",
-    "GB200": "gb200",
-}
-"""The preset of each device of the tables."""
-
 NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
 """Bytes per second that a node sends to others, by study, where the table tells of other machines
 than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
-"""
-
-BLOCKS = {"GB200": 64}
-"""How many devices of a rack a larger job gets, where it is not all of them: NVIDIA's advice is 16
-trays of four of the 18 of a rack, so that groups of experts do not lie across racks
-(developer.nvidia.com/blog/?p=116606 and its sequel on scheduling).
 """
 
 ATTENTION = {"llm-foundry": (0.40, 0.30)}
@@ -119,7 +103,7 @@ class Machine:
 
     def hardware(self, row: Row) -> Hardware:
         """The preset of the row's device with these constants."""
-        hardware = load_hardware(PRESETS[row.gpu], row.gpus)
+        hardware = hardware_of(row.gpu, row.gpus)
         device, constants = hardware.device, self.constants
         changed: dict[str, Any] = {}
         products = constants.get("products", device.matmul_efficiency)
@@ -136,8 +120,6 @@ class Machine:
         if "launch_us" in constants:
             changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
         *inner, network = hardware.tiers
-        if row.gpus > inner[0].sizes[0] and row.gpu in BLOCKS:
-            inner[0] = replace(inner[0], sizes=(BLOCKS[row.gpu],) * (row.gpus // BLOCKS[row.gpu]))
         network = replace(network, uplink_bytes_per_s=NODES.get(row.study))
         waits = 1 - constants.get("hidden", 0.0)
         tiers = tuple(_faster(tier, waits) for tier in (*inner, network))
@@ -199,7 +181,7 @@ class Programs:
         key = shape_of(row), under_way, sharded
         if key not in self._peaks:
             row = replace(row, batch=row.copies * row.microbatch * under_way)
-            hardware = load_hardware(PRESETS[row.gpu], row.gpus)
+            hardware = hardware_of(row.gpu, row.gpus)
             peaks = []
             for program in self.of(row):
                 cost = audit(
@@ -256,8 +238,8 @@ def fit(
     for _ in range(6):
         now = errors(at)
         slopes = [(errors(at + STEP * axis) - now) / STEP for axis in np.eye(len(names))]
-        # Rows that are far off count less, as in a Cauchy distribution: they want another model, not
-        # other constants.
+        # Rows that are far off count less (errors as of a Cauchy distribution): they want another
+        # model, not other constants.
         weights = 1 / np.hypot(row_error, now)
         left = np.vstack([weights[:, None] * np.stack(slopes, axis=1), np.diag(1 / doubt)])
         right = np.append(-weights * now, (believed - at) / doubt)
@@ -435,7 +417,7 @@ def _pairs_table(pairs: Sequence[tuple[float, bool]]) -> Table:
 
 def memory_of(row: Row) -> float:
     """The bytes of a row's device."""
-    return load_hardware(PRESETS[row.gpu], row.gpus).device.memory_bytes
+    return hardware_of(row.gpu, row.gpus).device.memory_bytes
 
 
 def _rows_table(

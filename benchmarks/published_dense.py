@@ -24,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from published import PRESETS, TABLES
-from published_runs import Row, graph_of, plan_of, read_rows, refusal
+from published import TABLES
+from published_runs import Row, graph_of, hardware_of, plan_of, read_rows, refusal
 from published_search import Published, compare, heading
 
-from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Batch, Plan
@@ -77,7 +76,7 @@ def published(row: Row) -> Published:
         f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
         graph,
         row.config,
-        load_hardware(PRESETS[row.gpu], row.gpus),
+        hardware_of(row.gpu, row.gpus),
         row.num_microbatches,
         lambda: forms(row, graph),
     )

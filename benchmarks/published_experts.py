@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from published_models import qwen3
+from published_runs import PRESETS, hardware_of
 from published_search import Published, compare, heading
 from torch import nn
 from transformers import (
@@ -37,7 +38,6 @@ from transformers import (
 )
 
 from shardwright.compiler.compile import annotate, pass_manager
-from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -51,8 +51,8 @@ from shardwright.runtime.config import ComputeConfig
 logging.set_verbosity_error()  # nothing is said of random weights
 
 ROWS = Path(__file__).parent / "published" / "runs.csv"
-MACHINES = {"H100": "h100", "GB200": "gb200-nvl72"}
-"""The hardware file of each GPU of the tables that has one."""
+GPUS = ("H100", "GB200")
+"""The GPUs whose rows are compared."""
 LIMIT_S = 120.0
 RECOMPUTED = {"no": (), "attention": ("model.layers.*.self_attn",), "full": ("model.layers.*",)}
 
@@ -121,7 +121,7 @@ class Row:
 
 
 def known_rows() -> list[Row]:
-    """The rows on machines that are known, one for each plan."""
+    """The rows of these GPUs, one for each plan."""
     with ROWS.open() as file:
         rows = [
             Row.read(row)
@@ -130,20 +130,9 @@ def known_rows() -> list[Row]:
         ]
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        if row.gpu in MACHINES:
+        if row.gpu in GPUS:
             kept.setdefault((row.model, row.gpu, row.gpus, row.plan_text, row.microbatch), row)
     return list(kept.values())
-
-
-def hardware_of(row: Row) -> Hardware:
-    """The machine of a row. Jobs take 64 GPUs of each rack of 72, so that a stage of 32 ranks does
-    not lie in two racks.
-    """
-    hardware = load_hardware(MACHINES[row.gpu], row.gpus)
-    if row.gpu != "GB200" or row.gpus < 64:
-        return hardware
-    nvlink, *others = hardware.tiers
-    return replace(hardware, tiers=(replace(nvlink, sizes=(64,) * (row.gpus // 64)), *others))
 
 
 def graph_of(row: Row) -> PlannableGraph:
@@ -168,7 +157,7 @@ def published_plans(row: Row, graph: PlannableGraph) -> Iterator[tuple[str, Plan
                 "tp": row.tp,
                 "ep": row.ep,
                 "num_microbatches": row.num_microbatches,
-                "hardware": MACHINES[row.gpu],
+                "hardware": PRESETS[row.gpu],
                 "recompute": again,
                 "sequence_parallel": sequence_parallel,
             }
@@ -186,7 +175,7 @@ def published(row: Row) -> Published:
         row.plan_text,
         graph,
         row.config,
-        hardware_of(row),
+        hardware_of(row.gpu, row.gpus),
         row.num_microbatches,
         lambda: published_plans(row, graph),
     )
@@ -200,7 +189,7 @@ def compared(row: Row, limit_s: float) -> str:
         time_limit_s=limit_s,
         imbalance=1.0,
         simpler_within=0.0,
-        hardware=MACHINES[row.gpu],
+        hardware=PRESETS[row.gpu],
     )
     return compare(
         [row.name, row.model, f"{row.gpus} {row.gpu}"],

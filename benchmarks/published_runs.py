@@ -16,6 +16,8 @@ import torch
 from published_models import KNOWN_SIZES, Sizes, family_of, on_meta
 
 from shardwright.compiler.compile import annotate, pass_manager
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.decide import Decide
 from shardwright.compiler.passes.gathers import GatherTogether
 from shardwright.compiler.passes.lower_planned import lower_planned
@@ -199,7 +201,33 @@ def _seconds_at(row: Row, flops_per_s: float) -> float:
     return layers * terms / (row.gpus * flops_per_s)
 
 
-MACHINES = ("A100 80GB", "A100 40GB", "A100", "H100", "H200", "B200", "GB200")
+PRESETS = {
+    "A100": "a100-80gb",
+    "A100 80GB": "a100-80gb",
+    "A100 40GB": "a100-40gb",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "GB200": "gb200-nvl72",
+}
+"""The preset of each device of the tables."""
+
+BLOCKS = {"GB200": 64}
+"""How many devices of a rack a larger job gets, where it does not get all: NVIDIA's advice is 16 of
+18 trays of four, so that groups of experts do not lie in two racks (developer.nvidia.com, "Unlock
+Exascale Performance on NVIDIA GB200 NVL72 with Slurm Topology-Aware Job Scheduling").
+"""
+
+
+def hardware_of(gpu: str, gpus: int) -> Hardware:
+    """The machine on which a job of the tables ran."""
+    hardware = load_hardware(PRESETS[gpu], gpus)
+    block = BLOCKS.get(gpu, gpus)
+    if gpus <= block:
+        return hardware
+    inside, *others = hardware.tiers
+    sizes = (block,) * (gpus // block) + (gpus % block,) * (gpus % block > 0)
+    return replace(hardware, tiers=(replace(inside, sizes=sizes), *others))
 
 
 def refusal(row: Row) -> str | None:
@@ -209,7 +237,7 @@ def refusal(row: Row) -> str | None:
         return "the first layers of the model differ from all others"
     if family_of(row.model) is None:
         return f"model {row.model!r} is not known here"
-    if row.gpu not in MACHINES:
+    if row.gpu not in PRESETS:
         return f"no preset describes {row.gpu}"
     if "LoRA" in row.notes:
         return "fine-tuning with adapters: the table has neither their places nor their ranks"
@@ -251,14 +279,17 @@ def shape_of(row: Row, depth: int | None = None) -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=2)
 def graph_of(model: str, sizes: Sizes, samples: int) -> PlannableGraph:
-    """The model for one microbatch of a unit."""
+    """The model for one microbatch of a unit. All its experts get as many rows: the tables say that
+    routing was forced to be balanced.
+    """
     family = family_of(model)
     assert family is not None
     tokens = torch.zeros(samples, sizes.seq, dtype=torch.long)
     inputs: dict[str, object] = {"input_ids": tokens, "labels": tokens}
     if family.layers.startswith("model."):
         inputs["use_cache"] = False
-    return annotate(trace(on_meta(family, sizes), inputs), pass_manager())
+    graph = annotate(trace(on_meta(family, sizes), inputs), pass_manager())
+    return PlannableGraph.of(with_imbalance(graph, 1.0))
 
 
 def depths_of(row: Row) -> tuple[int, int] | None:

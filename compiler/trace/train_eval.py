@@ -115,7 +115,7 @@ class _Merge:
             raise _Different
         # The only difference that one operator may hold: a literal, such as dropout's probability.
         # 0.0 == -0.0, and they read differently.
-        is_same = type(a) is type(b) and a == b and repr(a) == repr(b)
+        is_same = type(a) is type(b) and a == b and (type(a) is not float or repr(a) == repr(b))
         return a if is_same else WhenTraining(a, b)
 
     def _value(self, value: IRValue) -> IRValue:

@@ -83,12 +83,14 @@ def _key(state: _State) -> tuple[Any, ...]:
     """What two equal states have in common: numbers of one type that read alike, and objects by
     what they are. ``0.0`` and ``-0.0`` are told apart, and ``1`` and ``True``.
     """
+
+    def known(x: Any) -> Any:
+        if type(x) is float:
+            return repr(x)
+        return x if type(x) in _NUMBERS else id(x)  # ids: all live as long
+
     position, stack = state
-    known = [
-        (type(x), repr(x)) if type(x) in _NUMBERS else (type(x), id(x))  # ids: all live as long
-        for x in stack
-    ]
-    return position, *known
+    return position, *((type(x), known(x)) for x in stack)
 
 
 def _step(frame: FrameType, position: int, stack: list[Any]) -> int:

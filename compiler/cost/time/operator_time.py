@@ -88,19 +88,26 @@ def op_time(
         if key not in hardware.call_times:
             call = local_call(op, assignment, mesh)
             found = _estimated(call, hardware.device, communicates(call, assignment, mesh))
-            found += further_calls(call, assignment, mesh, hardware.device)
-            found += token_copies.further_time(call, assignment, mesh, hardware.device)
-            found += _sums(call, hardware.device)
+            found += _further(call, assignment, mesh, hardware.device)
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
     # Measured times are asked for by the local call, not by the strategy.
     else:
         call = local_call(op, assignment, mesh)
         found = _measured(call, assignment, mesh, hardware.device, times)
-        found += further_calls(call, assignment, mesh, hardware.device)
-        found += token_copies.further_time(call, assignment, mesh, hardware.device)
-        found += _sums(call, hardware.device)
+        found += _further(call, assignment, mesh, hardware.device)
     return found + messages_time(call, assignment, mesh, hardware, ranks)
+
+
+def _further(call: LocalCall, assignment: Assignment, mesh: Mesh, device: Device) -> OpTime:
+    """What comes beside a call, whether that was measured or not: tiles of attention, copies around
+    tokens that are exchanged, sums of gradients.
+    """
+    return (
+        further_calls(call, assignment, mesh, device)
+        + token_copies.further_time(call, assignment, mesh, device)
+        + _sums(call, device)
+    )
 
 
 def _measured(

@@ -320,6 +320,13 @@ def _pairs(config: Any) -> dict[str, Any]:
     return {"pixel_values": torch.rand(BATCH, 2, 3, 64, 64)}
 
 
+def _half_sound(config: Any) -> dict[str, Any]:
+    """Texts of which every second token stands for sound."""
+    text = torch.randint(3, 79, (BATCH, 16))
+    text[:, ::2] = config.audio_token_id
+    return {"input_ids": text}
+
+
 def _parts_of_images(config: Any) -> dict[str, Any]:
     """Four parts of an image, and all of it."""
     return {
@@ -429,6 +436,7 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": torch.rand(BATCH, 3, 96, 64)},
     "rag": _retrieved,
     "vibevoice_acoustic_tokenizer": lambda c: {"input_values": torch.randn(BATCH, 1, 1600)},
+    "higgs_audio_v2": _half_sound,
     "idefics": lambda c: {
         "pixel_values": torch.rand(BATCH, 1, 3, 32, 32),
         "image_attention_mask": torch.ones(BATCH, 16, 1, dtype=torch.long),

@@ -110,7 +110,7 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r"mamba_n_heads|mamba_num_heads", 4),
     (r"chunk_size|mamba_chunk_size|attention_chunk_size", 8),
     (r"sliding_window|window_size_text|local_attention_window", 8),
-    (r"relative_attention_num_buckets", 8),
+    (r"relative_attention_num_buckets|position_buckets", 8),
     (r"num_frames|frames_per_clip", 4),
 )
 """Settings whose names match an expression as a whole get the value, if it is smaller than
@@ -122,9 +122,12 @@ _WIDTH_LISTS = re.compile(
     r".*(hidden_sizes|embed_dims?|dims|channels|widths|conv_dim|out_channels|neck_hidden_sizes|filters)"
 )
 _AMOUNTS = re.compile(
-    r".*(vocab_size|num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_queries|num_experts)"
+    r".*(vocab_size|num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_queries|num_experts|position_buckets)"
 )
-"""Settings that are made small where widths are kept."""
+"""Settings that are made small where widths are kept. Relative positions belong to no sample: a
+layer that projects 512 of them for 4 short sounds does little else, and no batch of real sounds is
+like that.
+"""
 _COUNTED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS}
 """Settings that follow from others where they are not given."""
 _RATES = re.compile(

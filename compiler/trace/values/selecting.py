@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.stand_ins import all_chosen
 from shardwright.compiler.trace.calls.call_arguments import binds, tensors_in
@@ -16,6 +17,7 @@ from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.values.constants import RANDOM, Constants
 from shardwright.compiler.trace.values.selections import (
     READERS,
+    ROW_BY_ROW,
     Selection,
     elementwise,
     of_elements,
@@ -247,6 +249,9 @@ class Selecting:
                 (-1 - len(arguments[0].row),),
             ):
                 return self._count(arguments[0])
+            elif name == "masked_scatter" and not named and self._puts_back(*arguments):
+                target, mask, source = arguments
+                return torch.where(mask, source.whole, target)
             elif name in READERS and binds(READERS[name], arguments, named):
                 result = READERS[name](*arguments, **named)
             elif name == "__setitem__":
@@ -255,6 +260,9 @@ class Selecting:
                 result = of_elements(
                     getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named
                 )
+            by_row = ROW_BY_ROW.get(name)
+            if result is NotImplemented and by_row and binds(by_row, arguments, named):
+                result = by_row(*arguments, **named)
         if name == "masked_scatter" and result is not NotImplemented:
             warnings.warn(
                 "the compiled module does not check that two masks choose equally many "
@@ -272,6 +280,8 @@ class Selecting:
         if form is not None and form[1]:
             self._recorder.selections[id(args[0])] = result
             return args[0]
+        if isinstance(result, tuple):
+            return tuple(map(self._stand_in, result))
         return self._stand_in(result) if isinstance(result, Selection) else result
 
     def _taken_whole(self, arguments: Any) -> Any:
@@ -308,6 +318,33 @@ class Selecting:
         self._constants.take_as_true(found.mask)
         return checked
 
+    def _puts_back(self, target: Any, mask: Any, source: Any) -> bool:
+        """Whether ``target.masked_scatter(mask, source)`` puts every row of a selection back to
+        where it was chosen. That mask is the one that has chosen, with dims of size 1 for a row.
+        """
+        if not isinstance(target, torch.Tensor) or not isinstance(mask, torch.Tensor):
+            return False
+        if not isinstance(source, Selection) or source.whole.shape != target.shape:
+            return False
+        bare, inverted = self._without_row_dims(self._recorder.value(mask), source.mask.ndim)
+        chosen, was_inverted = self._without_row_dims(
+            self._recorder.value(source.mask), source.mask.ndim
+        )
+        return inverted == was_inverted and self._same(bare, chosen)
+
+    def _without_row_dims(self, mask: IRValue, ndim: int) -> tuple[IRValue, bool]:
+        """The mask ``[..., ndim dims]`` of which another one is made by dims behind its own, and
+        whether that one is true where it is false.
+        """
+        inverted = False
+        while (op := self._recorder.makers.get(mask.name)) is not None and op.operands:
+            before = op.operands[0]
+            turns = op.target in ("logical_not", "bitwise_not") and before.dtype == torch.bool
+            if not turns and not _adds_last_dims(op, ndim):
+                break
+            mask, inverted = before, inverted != turns
+        return mask, inverted
+
     def _write(self, target: Any, index: Any, chosen: Any) -> Any:
         """Write ``target[mask] = chosen``, where the same mask has chosen the elements."""
         (mask,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
@@ -323,6 +360,23 @@ class Selecting:
         # Elements that the mask leaves out stay: no size depends on values.
         target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
         return None
+
+
+def _adds_last_dims(op: IROp, ndim: int) -> bool:
+    """Whether an operator keeps the first ``ndim`` dims, and adds or repeats others behind them."""
+    before, after = op.operands[0], op.results[0]
+    if before.shape[:ndim] != after.shape[:ndim]:
+        return False
+    if op.target == "unsqueeze":
+        return bool(op.arg("dim") % after.ndim >= ndim)
+    if op.target == "getitem":  # mask[..., None], mask[:, :, None]
+        index = op.arg("index")
+        items = index if isinstance(index, tuple) else (index,)
+        front = [item for item in items if item is not None]
+        kept = front == [Ellipsis] or len(front) == before.ndim and all(map(_takes_all, front))
+        return kept and items[: len(front)] == tuple(front)
+    # Dims of the mask itself are as they were, so only those of size 1 behind them are repeated.
+    return op.target == "expand" and before.ndim == after.ndim
 
 
 def _is_mask(item: Any) -> bool:

@@ -56,6 +56,13 @@ class Selection:
         """The whole with ``value`` in the places that were not chosen."""
         return self.whole.masked_fill(self.rows_of(self.mask.logical_not()), value)
 
+    def row_dim(self, dim: int) -> int | None:
+        """The dim of the whole that a dim of ``whole[mask]`` is, counted from the end; ``None`` for
+        dim 0, which no tensor has.
+        """
+        counted = dim if dim < 0 else dim - 1 - len(self.row)
+        return counted if -len(self.row) <= counted < 0 else None
+
     def rows_of(self, mask: Tensor) -> Tensor:
         """A tensor like the mask with dims of size 1 for those of a row."""
         return mask[(..., *[None] * len(self.row))] if self.row else mask
@@ -229,6 +236,99 @@ READERS: dict[str, Callable[..., Any]] = {
 }
 """The functions that may get a :class:`Selection` for a tensor, by name. They return
 ``NotImplemented`` where they need its size.
+"""
+
+
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Any:
+    plain = isinstance(input, Selection) and isinstance(weight, Tensor) and input.row
+    return input.of(F.linear(input.harmless(), weight, bias)) if plain else NotImplemented
+
+
+def _matmul(input: Any, other: Any) -> Any:
+    # A matrix with more dims would pair them with the rows.
+    is_matrix = isinstance(other, Tensor) and other.ndim == 2
+    if not isinstance(input, Selection) or not is_matrix or not input.row:
+        return NotImplemented
+    return input.of(input.harmless().matmul(other))
+
+
+def _norm(norm: Callable[..., Tensor]) -> Callable[..., Any]:
+    """``F.layer_norm`` or ``F.rms_norm``, over dims of a row."""
+
+    def of_rows(input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, Selection) or len(normalized_shape) > len(input.row):
+            return NotImplemented
+        return input.of(norm(input.harmless(), normalized_shape, *args, **kwargs))
+
+    return of_rows
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    # A table that is scaled where it is read, or by how often, would see rows that are not there.
+    looks_at_all = max_norm is not None or scale_grad_by_freq
+    if not isinstance(input, Selection) or not isinstance(weight, Tensor) or looks_at_all:
+        return NotImplemented
+    # Row 0 in the place of ids that were not chosen, which may be outside of the table.
+    return input.of(F.embedding(input.filled(0), weight, padding_idx, sparse=sparse))
+
+
+def _along(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function along a dim of each row."""
+
+    def of_rows(
+        input: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None, _stacklevel: int = 3
+    ) -> Any:
+        (dim,) = dim if isinstance(dim, tuple | list) and len(dim) == 1 else (dim,)
+        if not isinstance(input, Selection) or type(dim) is not int:
+            return NotImplemented
+        along = input.row_dim(dim)
+        if along is None:
+            return NotImplemented
+        options = {"keepdim": True} if keepdim else {}
+        options |= {} if dtype is None else {"dtype": dtype}
+        return input.of(function(input.harmless(), along, **options))
+
+    return of_rows
+
+
+def _parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``chunk`` and ``split`` along a dim of each row."""
+
+    def of_rows(input: Any, size: Any, dim: int = 0) -> Any:
+        along = input.row_dim(dim) if isinstance(input, Selection) else None
+        if along is None:
+            return NotImplemented
+        return tuple(map(input.of, function(input.whole, size, along)))
+
+    return of_rows
+
+
+ROW_BY_ROW: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    "layer_norm": _norm(F.layer_norm),
+    "rms_norm": _norm(F.rms_norm),
+    "embedding": _embedding,
+    "sum": _along(torch.Tensor.sum),
+    "mean": _along(torch.Tensor.mean),
+    "amax": _along(torch.Tensor.amax),
+    "amin": _along(torch.Tensor.amin),
+    "softmax": _along(torch.Tensor.softmax),
+    "log_softmax": _along(torch.Tensor.log_softmax),
+    "chunk": _parts(torch.Tensor.chunk),
+    "split": _parts(torch.Tensor.split),
+}
+"""Functions that treat each row by itself, by name: the mask that has chosen their operand chooses
+their result, too. They return ``NotImplemented`` for what looks at several rows.
 """
 
 _SIGNS = {

@@ -16,12 +16,13 @@ whole; elsewhere they are written out, for some queries at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.runtime.ops.attention_dropout import TileDropout
 from shardwright.runtime.runs import Run
@@ -71,6 +72,14 @@ class Block:
     dropout: TileDropout | None = None
     wants_bias: bool = False
 
+    def of_one_width(self) -> Block:
+        """The block with zeros behind the narrower of keys and values, as kernels take one width
+        alone. They change no score, and give zeros behind the output.
+        """
+        width = max(self.query.shape[3], self.value.shape[3])
+        query, key, value = (_widened(x, width) for x in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
+
     def turned(self) -> Block:
         """A flipped block read backwards, which is a causal one."""
         query, key, value = (x.flip(2) for x in (self.query, self.key, self.value))
@@ -115,12 +124,17 @@ def kernel_for(
     query.
     """
     is_floating = mask is not None and mask.is_floating_point()
-    if drops or cap is not None or is_floating or query.shape[-1] != value.shape[-1]:
+    if drops or cap is not None or is_floating:
         return WrittenOut()
     if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CpuFlash()
     if query.device.type == "cuda" and query.dtype in _CUDA_DTYPES:
-        asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+        width = max(query.shape[-1], value.shape[-1])
+        q, k, v = (
+            x.new_empty(1, x.shape[1], 1, width, requires_grad=x.requires_grad)
+            for x in (query, key, value)
+        )
+        asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
         return (
             CudaFlash() if torch.backends.cuda.can_use_flash_attention(asked) else CudaEfficient()
         )
@@ -141,12 +155,16 @@ def _for_block(kernel: Kernel, block: Block) -> Kernel:
 def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
     """The output of a block and its lse: zeros and minus infinity for a query that sees no key."""
     kernel = _for_block(kernel, block)
-    if block.flipped and not isinstance(kernel, WrittenOut):
+    if isinstance(kernel, WrittenOut):
+        out, lse = kernel.forward(block)
+    else:
+        wide = block.of_one_width()
+        out, lse = kernel.forward(wide.turned() if block.flipped else wide)
+        out = out[..., : block.value.shape[3]]
         # Kernels have the causal form alone. Read backwards, keys from the i-th on are keys up to
         # the i-th.
-        out, lse = kernel.forward(block.turned())
-        return out.flip(2), lse.flip(2)
-    out, lse = kernel.forward(block)
+        if block.flipped:
+            return out.flip(2), lse.flip(2)
     if block.bias is None:
         return out, lse
     # What kernels give for a query without keys differs; merging needs nothing, with a weight of
@@ -162,11 +180,18 @@ def attend_backward(
     for where a query sees no key at all.
     """
     kernel = _for_block(kernel, block)
-    if not block.flipped or isinstance(kernel, WrittenOut):
+    if isinstance(kernel, WrittenOut):
         return kernel.backward(block, grad, out, lse, delta)
-    turned = (x.flip(2) for x in (grad, out, lse, delta))
-    grads = kernel.backward(block.turned(), *turned)
-    return BlockGrads(*(x.flip(2) for x in (grads.query, grads.key, grads.value)))
+    wide = block.of_one_width()
+    given = (_widened(grad, wide.value.shape[3]), _widened(out, wide.value.shape[3]), lse, delta)
+    if block.flipped:
+        grads = kernel.backward(wide.turned(), *(x.flip(2) for x in given))
+    else:
+        grads = kernel.backward(wide, *given)
+    own = (block.query, block.key, block.value)
+    found = zip((grads.query, grads.key, grads.value), own, strict=True)
+    narrow = [grad[..., : x.shape[3]] for grad, x in found]
+    return BlockGrads(*(x.flip(2) for x in narrow) if block.flipped else narrow)
 
 
 class CpuFlash:
@@ -311,10 +336,14 @@ class WrittenOut:
     """
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        found = [self._forward(part) for part in _parts(block)]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+        shape, dtype = block.query.shape[:3], block.query.dtype
+        out = block.value.new_empty(*shape, block.value.shape[3])
+        lse = block.query.new_empty(shape, dtype=merging_dtype(dtype))
+        for part in enough_to_measure(block.query, _parts(block), _num_queries):
+            its_out, its_lse = self._forward(part)
+            out.narrow(2, *part.queries).copy_(its_out)
+            lse.narrow(2, *part.queries).copy_(its_lse)
+        return out, lse
 
     def _forward(self, part: _Part) -> tuple[Tensor, Tensor]:
         scores = part.scores(part.products())
@@ -333,7 +362,7 @@ class WrittenOut:
         of_bias = None
         if block.wants_bias and block.bias is not None:
             of_bias = torch.zeros_like(block.bias, memory_format=torch.contiguous_format)
-        for part in _parts(block):
+        for part in enough_to_measure(block.query, _parts(block), _num_queries):
             own = (x.narrow(2, *part.queries) for x in (grad, lse, delta))
             found = self._backward(part, *own)
             of_query.narrow(2, *part.queries).copy_(found.query)
@@ -441,16 +470,50 @@ class _Part:
         return weights if factors is None else weights * factors
 
 
-def _parts(block: Block) -> Iterator[_Part]:
+class _OfKeys(Protocol):
+    """A part of attention, to so many keys."""
+
+    @property
+    def keys(self) -> Run: ...
+
+
+Piece = TypeVar("Piece", bound=_OfKeys)
+
+
+def enough_to_measure(
+    query: Tensor, parts: Sequence[Piece], form: Callable[[Piece], object]
+) -> Sequence[Piece]:
+    """All parts; of attention of fake queries two of each form, by ``form``, with the most keys.
+
+    Fake tensors are asked for memory alone, and parts of one form take the same. It needs two, as
+    the first may still be there while the next one is made. A short window over 100,000 queries
+    has 1,600 parts of three forms.
+    """
+    if not isinstance(query, FakeTensor):
+        return parts
+    forms: dict[object, list[int]] = {}
+    for index, part in enumerate(parts):
+        forms.setdefault(form(part), []).append(index)
+    largest = (sorted(some, key=lambda i: parts[i].keys[1])[-2:] for some in forms.values())
+    return [parts[index] for index in sorted(index for some in largest for index in some)]
+
+
+def _parts(block: Block) -> list[_Part]:
     """A block in parts of at most :data:`MOST_SCORES` scores, or of one query each."""
     samples, heads, num_queries, _ = block.query.shape
     num_keys = block.key.shape[2]
     rows = max(1, MOST_SCORES // max(1, samples * heads * num_keys))
+    parts = []
     for start in range(0, num_queries, rows):
         count = min(rows, num_queries - start)
         first = min(start, num_keys - 1) if block.flipped else 0
         end = min(start + count, num_keys) if block.causal else num_keys
-        yield _Part(block, (start, count), (first, end - first))
+        parts.append(_Part(block, (start, count), (first, end - first)))
+    return parts
+
+
+def _num_queries(part: _Part) -> int:
+    return part.queries[1]
 
 
 def _by_group(x: Tensor, heads: int) -> Tensor:
@@ -505,6 +568,12 @@ def _whole_bias(block: Block) -> Tensor | None:
         return None
     query, key = block.query, block.key
     return block.bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """``x`` with zeros behind its last dim."""
+    missing = width - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from shardwright.runtime.ops.attention_blocks import (
     as_bias,
     attend,
     attend_backward,
+    enough_to_measure,
     hidden_alike,
     kernel_for,
     merge,
@@ -471,7 +472,8 @@ class _Blocks:
         """The tiles of a step for which there is something to compute."""
         if not self._query.shape[:2].numel() or not self._query.shape[3]:
             return
-        for part in (part for share in step.shares for part in share.parts):
+        parts = [part for share in step.shares for part in share.parts]
+        for part in enough_to_measure(self._query, parts, _form):
             keys, values = arrived[part.samples]
             # A rank may have no keys for these samples: there is nothing to add.
             if keys.numel() and values.numel():
@@ -520,6 +522,13 @@ class _Blocks:
         columns = torch.arange(part.keys[1], device=self._query.device)
         seen = (columns >= ends[:, :1]) & (columns < ends[:, 1:])
         return as_bias(seen, dtype)[None, None]
+
+
+def _form(part: Part) -> object:
+    """What the memory that a tile takes depends on."""
+    tile = part.tile
+    sizes = part.samples[1], tile.queries[1], tile.keys[1], len(part.keys_at)
+    return sizes, tile.kind, part.asks, part.begins, part.guest
 
 
 def _mask_of(mask: Tensor, part: Part) -> list[Tensor]:

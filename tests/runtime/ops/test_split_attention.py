@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import astuple
 from fractions import Fraction
 from typing import Any
@@ -18,12 +19,20 @@ import torch
 import torch.nn.functional as F
 from pytest import MonkeyPatch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.marks import Seen
 from shardwright.runtime.ops import attention_blocks, attention_where, split_attention
-from shardwright.runtime.ops.attention_blocks import WrittenOut
+from shardwright.runtime.ops.attention_blocks import (
+    Block,
+    WrittenOut,
+    attend,
+    attend_backward,
+    kernel_for,
+)
 from shardwright.runtime.ops.attention_moves import moves_of
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
@@ -123,6 +132,77 @@ def test_kernels_and_the_written_out_form_agree(monkeypatch: MonkeyPatch) -> Non
     for (found, _), (expected, _) in zip(written, kernel, strict=True):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sees", ["all", "causal", "flipped", "bias"])
+@pytest.mark.parametrize(("of_keys", "of_values"), [(8, 5), (5, 8)])
+def test_keys_and_values_of_two_widths_take_a_kernel(
+    sees: str, of_keys: int, of_values: int
+) -> None:
+    """It gives what the written-out form gives, though it takes one width alone."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in (
+            (2, 4, 9, of_keys),
+            (2, 2, 9, of_keys),
+            (2, 2, 9, of_values),
+            (2, 4, 9, of_values),
+            (1, 1, 9, 9),
+        )
+    )
+    given: dict[str, Any] = {"all": {}, "bias": {"bias": bias}}.get(sees, {sees: True})
+    block = Block(query, key, value, 0.3, **given)
+    kernel = kernel_for(query, key, value, None)
+    assert not isinstance(kernel, WrittenOut)
+    found, expected = [], []
+    for form, results in ((kernel, found), (WrittenOut(), expected)):
+        out, lse = attend(form, block)
+        grads = attend_backward(form, block, grad, out, lse, (grad * out).sum(-1))
+        results += [out, lse, grads.query, grads.key, grads.value]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operators."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operators += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_fake_tensors_say_what_many_tiles_take_by_a_few(
+    cap: float | None, monkeypatch: MonkeyPatch
+) -> None:
+    """The peaks of forward and backward are those of real tensors. Four times as many tiles, or
+    parts of scores, take no operator more.
+    """
+    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 2**16)
+    monkeypatch.setitem(split_attention_module.CALL_FLOP, "cpu", 0)
+
+    def measured(length: int, mode: Any) -> tuple[int, int, int]:
+        window = earlier_keys(length, length, 16)
+        with mode, _Count() as count:
+            leaves = [
+                torch.zeros(2, heads, length, width, requires_grad=True)
+                for heads, width in ((4, 8), (2, 8), (2, 6))
+            ]
+            with LiveBytes(leaves) as live:
+                bands = tuple(astuple(band) for band in window)
+                out = attention_where(*leaves, sinks=torch.zeros(4), bands=bands, cap=cap)
+                forward = live.peak
+                live.restart()
+                torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        return forward, live.peak, count.operators
+
+    fake = measured(1024, FakeTensorMode())
+    real = measured(1024, nullcontext())
+    assert fake[:2] == real[:2]
+    assert measured(4096, FakeTensorMode())[2] == fake[2]
 
 
 class _Largest(TorchDispatchMode):
@@ -380,9 +460,9 @@ def test_a_query_without_keys_gets_what_one_device_makes_of_it(blind: str) -> No
         return attention_where(query, key, value, query_marks, key_marks, ("le", "eq"), blind=blind)
 
     found = []
-    for attend in (by_hand, in_tiles):
+    for form in (by_hand, in_tiles):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = attend(*leaves)
+        out = form(*leaves)
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert bool(found[0][0].isnan().any()) is (blind == "nan")
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)

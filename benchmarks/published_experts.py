@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from published_models import qwen3
-from published_runs import PRESETS, hardware_of
+from published_runs import PRESETS, hardware_of, over_nodes
 from published_search import Published, compare, heading
 from torch import nn
 from transformers import (
@@ -155,7 +155,7 @@ def published_plans(row: Row, graph: PlannableGraph) -> Iterator[tuple[str, Plan
                 "num_stages": row.pp,
                 "dp": row.dp,
                 "tp": row.tp,
-                "ep": row.ep,
+                "ep": over_nodes(row.ep, row.gpu),
                 "num_microbatches": row.num_microbatches,
                 "hardware": PRESETS[row.gpu],
                 "recompute": again,

@@ -371,10 +371,18 @@ def _policy_of(row: Row) -> tuple[str, dict[str, object]]:
     if row.cp > 1:
         options |= {"cp": row.cp, "cp_mode": "ring"}
     if row.ep > 1:
-        options["ep"] = row.ep
+        options["ep"] = over_nodes(row.ep, row.gpu)
     if row.chunks > 1:
         options |= {"schedule": "1f1b_interleaved", "chunks": row.chunks}
     return "hybrid", options
+
+
+def over_nodes(ep: int, gpu: str) -> int | tuple[int, int]:
+    """The option ``ep`` with which a token crosses to a node once, as it does in the dispatchers of
+    Megatron (DeepEP, HybridEP).
+    """
+    within = BLOCKS.get(gpu, 8)  # all others of the tables have eight devices to a node
+    return (ep // within, within) if ep > within and ep % within == 0 else ep
 
 
 def with_microbatches(program: Program | PipelineProgram, count: int) -> Program | PipelineProgram:

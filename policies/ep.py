@@ -16,11 +16,12 @@ from shardwright.runtime.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Options of ``ep`` in ``pas_config``. ``ep``: ranks that share the experts (default: all).
-    ``etp``: ranks that share the inner dims of an expert.
+    """Options of ``ep`` in ``pas_config``. ``ep``: ranks that share the experts (default: all), or
+    nodes, and ranks within each: a token then crosses to a node once. ``etp``: ranks that share the
+    inner dims of an expert.
     """
 
-    ep: int | None = None
+    ep: int | tuple[int, ...] | None = None
     etp: int = 1
 
 

@@ -8,6 +8,10 @@ refinement of both, so that each axis has one role outside and one inside:
     dp=4, tp=2 and ep=2, etp=2    ->  dp=2 (dp, edp), ep=2 (dp, ep), tp=2 (tp, etp)
     dp=2, tp=2 and ep=4, etp=1    ->  ep=2 (dp, ep), tp_ep=2 (tp, ep)
     dp=2, cp=2 and ep=4           ->  ep=2 (dp, ep), cp=2 (cp, ep)
+    dp=8 and ep=(2, 4)            ->  ep=2 (dp, ep), ep2=4 (dp, ep)
+
+The last is for experts over 2 nodes of 4 ranks: along ``ep`` a token crosses to the other node
+once, and goes on from there along ``ep2``.
 
 Where tokens are cut outside and experts inside, they are exchanged, over all such axes.
 """
@@ -40,46 +44,59 @@ _NAMES: dict[tuple[str, Inside], str] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertAxis:
-    """One axis: its name and size, and what it is for outside and inside of the experts.
-    ``outside`` is ``dp``, ``tp`` or the name of an axis of the sequence.
+    """One axis: its size, and what it is for outside and inside of the experts. ``outside`` is
+    ``dp``, ``tp`` or the name of an axis of the sequence. ``number``: which of the axes it is that
+    are for the same, the major one being 1.
     """
 
     size: int
     outside: str
     inside: Inside
+    number: int = 1
 
     @property
     def name(self) -> str:
-        return _NAMES.get((self.outside, self.inside), self.outside)
+        name = _NAMES.get((self.outside, self.inside), self.outside)
+        return name if self.number == 1 else f"{name}{self.number}"
 
 
 def expert_axes(
     dp: int,
     tp: int,
-    ep: int,
+    ep: int | tuple[int, ...],
     etp: int | None,
     policy: str,
     context: Sequence[tuple[str, int]] = (),
 ) -> list[ExpertAxis]:
-    """The axes of ``dp x tp`` ranks that hold experts ``ep x etp``, major to minor. ``etp=None``:
-    as much of ``tp`` as there are ranks for. ``context``: names and sizes of axes of the sequence,
-    between ``dp`` and ``tp``.
+    """The axes of ``dp x tp`` ranks that hold experts ``ep x etp``, major to minor. ``ep``: how
+    many ranks share them, or how many nodes, and ranks within each. ``etp=None``: as much of ``tp``
+    as there are ranks for. ``context``: names and sizes of axes of the sequence, between ``dp`` and
+    ``tp``.
 
     Raises :class:`PlanError` if the two grids have no common refinement.
     """
     outside = [("dp", dp), *context, ("tp", tp)]
     ranks, grid = math.prod(size for _, size in outside), _text(outside)
-    if ep < 1 or ranks % ep:
+    nodes, within = (1, ep) if isinstance(ep, int) else (1, 1, *ep)[-2:]
+    title = f"policy {policy!r} cannot place ep={ep if isinstance(ep, int) else list(ep)}"
+    told = "ep" if isinstance(ep, int) else "the product of ep"
+    if not isinstance(ep, int) and not 1 <= len(ep) <= 2:
         raise PlanError(
-            f"policy {policy!r} cannot place ep={ep} on {ranks} ranks",
+            f"{title} on ranks",
+            hint="pass a number of ranks, or those of nodes and of ranks within each",
+        )
+    ep = nodes * within
+    if min(nodes, within) < 1 or ranks % ep:
+        raise PlanError(
+            f"{title} on {ranks} ranks",
             why=f"experts lie on the ranks that are {grid} outside of them",
-            hint=f"ep is one of {', '.join(map(str, _divisors(ranks)))}",
+            hint=f"{told} is one of {', '.join(map(str, _divisors(ranks)))}",
         )
     if etp is None:
         etp = max(size for size in _divisors(tp) if ranks % (ep * size) == 0)
     if etp < 1 or ranks % (ep * etp):
         raise PlanError(
-            f"policy {policy!r} cannot place ep={ep} x etp={etp} on {ranks} ranks",
+            f"{title} x etp={etp} on {ranks} ranks",
             why=f"these are {ep * etp} ranks, which do not divide {ranks}",
             hint=f"with ep={ep}, etp is one of {', '.join(map(str, _divisors(ranks // ep)))}",
         )
@@ -89,18 +106,20 @@ def expert_axes(
     for name, size in outside:
         begin //= size
         begins[name] = begin
-    ends = sorted({1, ranks, etp, ep * etp, *begins.values()})
+    ends = sorted({1, ranks, etp, within * etp, ep * etp, *begins.values()})
     if any(large % small for small, large in pairwise(ends)):
         raise PlanError(
-            f"policy {policy!r} cannot place ep={ep} x etp={etp} on {ranks} ranks",
+            f"{title} x etp={etp} on {ranks} ranks",
             why=f"ranks that are {grid} outside of the experts do not divide into these",
             hint="choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp",
         )
-    found = []
+    found = list[ExpertAxis]()
     for small, large in reversed(list(pairwise(ends))):  # major first
         name = next(name for name, begin in begins.items() if begin <= small)
-        found.append(ExpertAxis(large // small, name, _inside(small, ep, etp)))
-    _check_whole(found, context, f"policy {policy!r} cannot place ep={ep} x etp={etp}")
+        inside = _inside(small, ep, etp)
+        alike = sum((axis.outside, axis.inside) == (name, inside) for axis in found)
+        found.append(ExpertAxis(large // small, name, inside, alike + 1))
+    _check_whole(found, context, f"{title} x etp={etp}")
     return found
 
 

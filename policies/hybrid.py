@@ -52,7 +52,8 @@ from shardwright.runtime.layout import Mesh
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions(PipelineOptions):
     """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a
-    sample's batch. ``ep``: those of its ``dp x cp x tp`` ranks that share the experts; ``etp``:
+    sample's batch. ``ep``: those of its ``dp x cp x tp`` ranks that share the experts, or
+    nodes and ranks within each, as in ``(4, 8)``: a token then crosses to a node once; ``etp``:
     that share the inner dims of an expert (default: as much of ``tp`` as there are ranks for).
 
     ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
@@ -66,7 +67,7 @@ class HybridOptions(PipelineOptions):
 
     tp: int | None = None
     dp: int = 1
-    ep: int | None = None
+    ep: int | tuple[int, ...] | None = None
     etp: int | None = None
     cp: int | tuple[int, ...] = 1
     cp_mode: str | tuple[str, ...] = "auto"

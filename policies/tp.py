@@ -55,15 +55,15 @@ CLEARLY = 0.02
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions(PieceOptions):
     """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
-    channels are split. ``ep``: the ranks that share the experts; ``etp``: those that share the
-    inner dims of an expert (default: the others). ``sequence_parallel``: what no inner dim is split
-    of is split along the sequence. ``sequence``: the names of its dims (default: they are found).
-    ``gathers_again``: what products then gather is gathered again in backward, not kept. Others:
-    :class:`PieceOptions`.
+    channels are split. ``ep``: the ranks that share the experts, or nodes and ranks within each;
+    ``etp``: those that share the inner dims of an expert (default: the others).
+    ``sequence_parallel``: what no inner dim is split of is split along the sequence. ``sequence``:
+    the names of its dims (default: they are found). ``gathers_again``: what products then gather is
+    gathered again in backward, not kept. Others: :class:`PieceOptions`.
     """
 
     hardware: str = "a100-80gb"
-    ep: int | None = None
+    ep: int | tuple[int, ...] | None = None
     etp: int | None = None
     sequence_parallel: bool = False
     sequence: tuple[str, ...] = ()

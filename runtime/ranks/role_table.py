@@ -54,9 +54,9 @@ and ``dp`` have other sizes, and ``cp`` is 1.
 UNITS, POSITIONS = "units", "pp"
 """How the axes around a stage's mesh are called in the grid of a plan."""
 
-_BATCH_AXES = frozenset({"dp", "edp", "ep", "etp"})
+_BATCH_AXES = frozenset({"dp", "edp", "ep", "ep2", "etp"})
 _CONTEXT_AXES = frozenset({"cp", "cp2"})
-_EXPERT_AXES = frozenset({"ep", "tp_ep"})
+_EXPERT_AXES = frozenset({"ep", "ep2", "tp_ep", "tp_ep2"})
 _EXPERT_TENSOR_AXES = frozenset({"tp", "tp2", "etp"})
 
 

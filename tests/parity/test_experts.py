@@ -69,7 +69,11 @@ def pipeline(plan_ngpus: int, units: int = 1, zero: int = 0, **options: Any) -> 
 
 
 def by_ep(
-    plan_ngpus: int, units: int = 1, ep: int | None = None, etp: int = 1, **fields: Any
+    plan_ngpus: int,
+    units: int = 1,
+    ep: int | tuple[int, int] | None = None,
+    etp: int = 1,
+    **fields: Any,
 ) -> Any:
     options = {"ep": ep, "etp": etp} if ep is not None else {"etp": etp}
     return config_of(plan_ngpus, units, pas_config=options, **fields)
@@ -82,6 +86,7 @@ COVER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "3 unequal shares": (BY_HAND, "ep", by_ep(3)),
     "ep 2 x etp 2, zero 3": (BY_HAND, "ep", by_ep(4, ep=2, etp=2, use_zero=3, **EARLY)),
     "ep 2, 2 units, zero 1": (BY_HAND, "ep", by_ep(2, 2, use_zero=1, grad_reduction="mean")),
+    "ep over 2 nodes of 2": (BY_HAND, "ep", by_ep(4, ep=(2, 2), **EARLY)),
     "tp with ep and etp": (BY_HAND, "tp", config_of(4, pas_config={"ep": 2, "etp": 2})),
     "stages of ep, 1f1b, recomputed": (
         BY_HAND,
@@ -128,6 +133,11 @@ REST: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tp whose ranks hold experts": (BY_HAND, "tp", config_of(2, pas_config={"ep": 2})),
     "ep 2 x edp 2, zero 3": (BY_HAND, "ep", by_ep(4, ep=2, use_zero=3)),
     "4 unequal shares": ("mixtral", "ep", by_ep(4)),
+    "stages of 2 nodes of 2": (
+        "qwen3_moe",
+        "hybrid",
+        pipeline(8, num_stages=2, dp=4, tp=1, ep=(2, 2), num_microbatches=2),
+    ),
     "8 ranks for 6 experts": (BY_HAND, "ep", by_ep(8)),
     "edp 2 x ep 2 x etp 2": (BY_HAND, "ep", by_ep(8, ep=2, etp=2)),
     "ep over tp alone": (

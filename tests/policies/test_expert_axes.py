@@ -28,10 +28,14 @@ from shardwright.runtime.errors import PlanError
         (3, 1, 3, None, "ep=3 dp/ep"),
         (2, 4, 4, None, "ep=2 dp/ep, tp_ep=2 tp/ep, tp=2 tp/etp"),
         (1, 1, 1, None, ""),
+        (8, 1, (2, 4), 1, "ep=2 dp/ep, ep2=4 dp/ep"),
+        (8, 2, (2, 2), 2, "dp=2 dp/edp, ep=2 dp/ep, ep2=2 dp/ep, tp=2 tp/etp"),
+        (2, 8, (4, 4), 1, "ep=2 dp/ep, tp_ep=2 tp/ep, tp_ep2=4 tp/ep"),
+        (4, 1, (4,), 1, "ep=4 dp/ep"),
     ],
 )
 def test_the_common_refinement_of_both_grids(
-    dp: int, tp: int, ep: int, etp: int | None, axes: str
+    dp: int, tp: int, ep: int | tuple[int, ...], etp: int | None, axes: str
 ) -> None:
     found = expert_axes(dp, tp, ep, etp, "hybrid")
     shown = (f"{axis.name}={axis.size} {axis.outside}/{axis.inside}" for axis in found)
@@ -109,6 +113,23 @@ def refusal(model: str, policy: str, num_ranks: int, **options: Any) -> str:
 policy 'ep' cannot place ep=3 on 4 ranks
   why:   experts lie on the ranks that are dp=4 x tp=1 outside of them
   try:   ep is one of 1, 2, 4""",
+        ),
+        (
+            "ep",
+            4,
+            {"ep": [2, 3]},
+            """\
+policy 'ep' cannot place ep=[2, 3] on 4 ranks
+  why:   experts lie on the ranks that are dp=4 x tp=1 outside of them
+  try:   the product of ep is one of 1, 2, 4""",
+        ),
+        (
+            "ep",
+            8,
+            {"ep": (2, 2, 2)},
+            """\
+policy 'ep' cannot place ep=[2, 2, 2] on ranks
+  try:   pass a number of ranks, or those of nodes and of ranks within each""",
         ),
         (
             "tp",

@@ -91,6 +91,9 @@ def draw(number: int, seed: int, models: list[str]) -> Draw:
     options["ep"] = max(rng.choice(divisors(inner)) for _ in range(2))
     if rng.random() < 0.5 or policy == "ep":
         options["etp"] = rng.choice(divisors(inner // options["ep"]))
+    if rng.random() < 0.3:  # over nodes, and within them
+        nodes = rng.choice(divisors(options["ep"]))
+        options["ep"] = (nodes, options["ep"] // nodes)
     config["pas_config"] = options
     return Draw(number, model, policy, rng.choice([3, 4, 4, 5]), config)
 

@@ -90,6 +90,11 @@ def test_what_does_not_fit_is_refused(sizes, order, text):
     assert str(caught.value).startswith(text)
 
 
+def test_experts_over_nodes_are_one_group():
+    table = RoleTable.of_plan([(Mesh.of({"ep": 2, "ep2": 2}), range(4))], 4, 2)
+    assert table.groups["expert"] == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
 def test_the_units_of_a_plan_are_data_parallel():
     table = RoleTable.of_plan([(Mesh.of({"dp": 2, "tp": 2}), range(4))], 4, 2)
     assert table.groups["data"] == ((0, 4), (1, 5), (2, 6), (3, 7))

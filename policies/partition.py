@@ -71,7 +71,12 @@ def stage_starts(
     marked = with_regions(graph, whole.recompute)
     ranks = position_ranks(whole.mesh, schedule.num_ranks, pp_place)[0]
     setting = Setting(
-        hardware, config, ranks, times=times, num_microbatches=schedule.num_microbatches
+        hardware,
+        config,
+        ranks,
+        times=times,
+        num_microbatches=schedule.num_microbatches,
+        counts_kept=False,
     )
     placed = replace(
         whole,
@@ -86,7 +91,7 @@ def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGr
     begins.
     """
     modules = [pattern for pattern in recompute if not pattern.startswith("stage:")]
-    return replace(graph, ops=mark_recompute(graph, modules).ops)
+    return replace(graph, ops=mark_recompute(graph, modules).ops) if modules else graph
 
 
 def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0) -> list[str]:

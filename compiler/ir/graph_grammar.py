@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -69,13 +69,19 @@ def verify(graph: IRGraph) -> None:
             f"the tensor of constant %{value.name} does not fit {print_value(value)}",
         )
     op_names: set[str] = set()
+    # Layers share their rules. One that fits some shapes fits them in every layer.
+    fitting: set[Hashable] = set()
     # Each operator may read what stands above it, and defines its results for those below.
     for op in graph.ops:
         _require(op.name not in op_names, graph, op, f"two operators are named {op.name}")
         op_names.add(op.name)
         _verify_args(graph, op, known)
         if op.rule is not None:
-            _verify_rule(graph, op, op.rule)
+            shapes = (tuple(value.shape for value in side) for side in (op.operands, op.results))
+            use = id(op.rule), *shapes
+            if use not in fitting:
+                _verify_rule(graph, op, op.rule)
+                fitting.add(use)
         for value in op.results:
             _require(
                 value.kind is ValueKind.ACTIVATION,

@@ -397,7 +397,7 @@ class _Lowering:
             }
             self.routes[value.name] = self._routes(value)
         # The tail wants another layout. The routes of training stay as they are.
-        if goal not in self.routes[value.name]:
+        if (goal, None) not in self.versions[value.name] and goal not in self.routes[value.name]:
             self.routes[value.name] = {**self._routes(value), **self.routes[value.name]}
         return self._version(value, goal, op)
 

@@ -59,7 +59,7 @@ def mark_recompute(
             return f"recompute_{stage.replace(':', '_')}"
         return region_of_path(op.module_path)
 
-    ops = tuple(replace(op, region=region(op)) for op in graph.ops)
+    ops = tuple(op.changed(region=region(op)) for op in graph.ops)
     for pattern in patterns:
         if pattern not in matched:
             raise PlanError(

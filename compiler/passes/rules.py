@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from collections.abc import Hashable
 from itertools import pairwise
 
+import sympy
+import torch
+
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.op import IROp, leaves
+from shardwright.compiler.ir.op import Arg, IROp, WhenTraining, leaves
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
@@ -22,18 +25,62 @@ def attach_rules(graph: IRGraph) -> IRGraph:
     warning.
     """
     unknown: dict[str, IROp] = {}
+    # Calls of one form share one rule, so that later passes work out once what follows from it.
+    known: dict[Hashable, OpRule] = {}
     ops = []
     for op in graph.ops:
         opdef = registry.get(op.target)
         if opdef is None:
             unknown.setdefault(op.target, op)
-            ops.append(replace(op, rule=opaque_rule(op)))
-        else:
-            ops.append(replace(op, rule=instantiate(opdef, op)))
+            ops.append(op.changed(rule=opaque_rule(op)))
+            continue
+        form = form_of(op)
+        rule = known.get(form) or instantiate(opdef, op)
+        # A term ``?`` makes factors that are named after this call's own values.
+        if not any(factor.name.startswith("?") for factor in rule.factors):
+            known[form] = rule
+        ops.append(op.changed(rule=rule))
     # Once for each target, however often it is called.
     for op in unknown.values():
         warn_of_unknown(op)
     return follow_chosen_rows(segment_slices(graph.with_ops(tuple(ops))))
+
+
+_PLAIN = (str, int, float, complex, torch.dtype, sympy.Basic, type(None), type(Ellipsis))
+
+
+def form_of(op: IROp) -> Hashable:
+    """The call without what tells it from the same call in another layer: its name, its place, and
+    the names of its values. Equal forms have equal rules.
+    """
+    numbers: dict[str, int] = {}
+
+    def value_form(value: IRValue) -> Hashable:
+        # ``x * x`` has another form than ``x * y``.
+        number = numbers.setdefault(value.name, len(numbers))
+        return (
+            *(number, value.shape, value.dtype, value.kind),
+            *(value.requires_grad, value.takes_gradient),
+        )
+
+    def form(arg: Arg) -> Hashable:
+        if isinstance(arg, IRValue):
+            return value_form(arg)
+        if isinstance(arg, tuple | list):
+            return tuple(map(form, arg))
+        if isinstance(arg, slice):
+            return slice, form(arg.start), form(arg.stop), form(arg.step)
+        if isinstance(arg, WhenTraining):
+            return WhenTraining, form(arg.train), form(arg.eval)
+        # With the type, as 1 == 1.0 == True. Whatever else there may be is equal to itself alone.
+        return type(arg), arg if isinstance(arg, _PLAIN) else id(arg)
+
+    return (
+        op.target,
+        tuple((name, form(arg)) for name, arg in op.args),
+        tuple(map(value_form, op.results)),
+        *(op.autocast, op.grad_enabled, op.only_in, op.updates_buffers, op.summed),
+    )
 
 
 def opaque_rule(op: IROp) -> OpRule:
@@ -128,4 +175,6 @@ def segment_slices(graph: IRGraph) -> IRGraph:
                 # Every slice of the value gets the same segments, so that their factors can be one
                 # dim.
                 rules[op.name] = segmented_slice_rule(op, segments, bounds.index((start, stop)))
-    return graph.with_ops(tuple(replace(op, rule=rules.get(op.name, op.rule)) for op in graph.ops))
+    return graph.with_ops(
+        tuple(op.changed(rule=rules[op.name]) if op.name in rules else op for op in graph.ops)
+    )

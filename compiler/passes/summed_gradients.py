@@ -8,8 +8,6 @@ and that of ``norm`` is added.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 
@@ -26,5 +24,5 @@ def mark_summed_gradients(graph: IRGraph) -> IRGraph:
                     if value.name in has_gradient:
                         summed.append(position)
                     has_gradient.add(value.name)
-        ops.append(replace(op, summed=tuple(summed)))
+        ops.append(op.changed(summed=tuple(summed)))
     return graph.with_ops(tuple(reversed(ops)))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.ir.dims import DimClass, ModelDims
@@ -168,6 +168,11 @@ class Unifier:
         return True
 
 
+def _segments(node: Node) -> tuple[Size, ...]:
+    """The sizes of the parts of a concatenation; of any other node its own."""
+    return tuple(part.size for part in node.parts) or (node.size,)
+
+
 def _sizes(node: Node) -> str:
     return "+".join(str(part.size) for part in node.parts) or str(node.size)
 
@@ -186,7 +191,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     for op in graph.ops:
         rule = _rule(op)
         if op.operands and (taken_apart := _taken_apart(op, rule, value_nodes)) is not None:
-            op, rule = replace(op, rule=taken_apart), taken_apart
+            op, rule = op.changed(rule=taken_apart), taken_apart
         read.append(op)
         for factor in rule.factors:
             factor_nodes[op.name, factor.name] = unifier.node(factor.segments)
@@ -218,13 +223,17 @@ def infer_dims(graph: IRGraph) -> IRGraph:
 
     # A factor becomes the product of the leaves of its node, and each leaf is a dim of the model.
     ops, factors = [], {}
+    # Calls that share a rule share the refined one, where their factors have the same pieces.
+    known: dict[Hashable, OpRule] = {}
     for op in graph.ops:
         pieces = {
             f.name: [n for n in leaves(factor_nodes[op.name, f.name]) if n.size != 1]
             for f in _rule(op).factors
         }
-        rule = refine(_rule(op), pieces)
-        ops.append(replace(op, rule=rule))
+        key = id(_rule(op)), tuple(tuple(map(_segments, nodes)) for nodes in pieces.values())
+        if key not in known:
+            known[key] = refine(_rule(op), pieces)
+        ops.append(op.changed(rule=known[key]))
         for factor in _rule(op).factors:
             for name, node in zip(
                 piece_names(factor, pieces[factor.name]), pieces[factor.name] or [], strict=False
@@ -244,7 +253,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     classes = []
     for i, node in enumerate(roots):
         # A concatenation has the sizes of its parts, as each of them is cut by itself.
-        segments = tuple(part.size for part in node.parts) or (node.size,)
+        segments = _segments(node)
         classes.append(DimClass(i, f"dim{i}", segments, tuple(parameters.get(i, ()))))
     dims = ModelDims(tuple(classes), factors, values, tuple(unifier.conflicts))
     refined = graph.with_ops(tuple(ops))
@@ -364,7 +373,7 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
             factors.append(factor)
             continue
         for position, (name, node) in enumerate(zip(names, nodes, strict=True)):
-            segments = tuple(part.size for part in node.parts) or (node.size,)
+            segments = _segments(node)
             contiguous = position == 0 and len(segments) == 1
             if entry is not None and (entry.anywhere or contiguous):
                 in_form.setdefault(factor.name, []).append(name)

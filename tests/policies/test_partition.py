@@ -20,6 +20,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies import partition
 from shardwright.policies.autodist.search.auditing import Auditor
+from shardwright.policies.autodist.stages import kept
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.stage_places import cut_traffic
 from shardwright.runtime.config import ComputeConfig
@@ -239,3 +240,13 @@ def test_no_stage_begins_between_the_uses_of_a_buffer_that_changes() -> None:
     assert blocked[0] == uses[0] + 1 and blocked[-1] >= ends[0]
     assert all(b - a == 1 for a, b in itertools.pairwise(blocked))
     assert traffic[-1] != float("inf")
+
+
+def test_cutting_a_pipeline_does_not_ask_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``pp`` cuts by time alone: no operator is run to see what its backward keeps."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("asked what an operator keeps")
+
+    monkeypatch.setattr(kept, "saved_for_backward", refused)
+    assert len(planned(graph_of(Layers(4)), 2).stages) == 2

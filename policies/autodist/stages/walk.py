@@ -45,7 +45,8 @@ from shardwright.runtime.layout import Layout, Mesh
 @dataclass(frozen=True)
 class Setting:
     """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on.
-    ``num_microbatches``: of a step.
+    ``num_microbatches``: of a step. ``counts_kept``: whether what operators keep for the backward
+    is asked for; where memory has no limit, nobody reads it.
     """
 
     hardware: Hardware
@@ -54,6 +55,7 @@ class Setting:
     optimizer: OptimizerMemory = ADAM
     times: OperatorTimes | None = None
     num_microbatches: int = 1
+    counts_kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,9 @@ class Walk:
 
     @cached_property
     def kept(self) -> Kept:
-        """What operators keep for the backward."""
+        """What operators keep for the backward; nothing where that does not count."""
+        if not self.setting.counts_kept:
+            return Kept((), set(), self.mesh, {})
         own = {declaration.value.name for declaration in self.program.declarations}
         return Kept(self.by_place, own, self.mesh, self.layouts)
 

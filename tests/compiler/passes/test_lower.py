@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.passes import lower
+from shardwright.compiler.passes.copy_trees import routes
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout
@@ -340,3 +342,18 @@ def test_adapters_stand_right_before_their_first_use() -> None:
                 i for i in program.body if isinstance(i, Adapt) and i.value == instruction.result
             ]
             assert not readers or chained or following is readers[0]
+
+
+def test_a_value_is_asked_once_how_its_readers_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where readers take it as it is made, for which there is no route."""
+    asked: list[Layout] = []
+
+    def counted(source: Layout, *others, **options):
+        asked.append(source)
+        return routes(source, *others, **options)
+
+    monkeypatch.setattr(lower, "routes", counted)
+    program = compiled_by(Shared(), columns("a b c")).program
+    assert isinstance(program, Program)
+    read = {v.name for op in program.graph.ops for v in op.operands}
+    assert len(asked) == len(read | {v.name for v in program.graph.outputs})

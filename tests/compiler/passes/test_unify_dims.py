@@ -397,3 +397,32 @@ def test_a_batch_of_one_is_lost_with_a_warning() -> None:
 def test_a_batch_of_one_is_no_matter_for_one_rank() -> None:
     graph = trace(SquareResidual(), {"x": torch.randn(1, 6)})
     plans.compile_with(graph, "dp", 1)
+
+
+class Alike(nn.Module):
+    """Layers that repeat, in which ``x * x`` stands beside ``x * y``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = y * y + x * y
+        return x.sum()
+
+
+def test_layers_share_the_rules_of_calls_that_are_alike() -> None:
+    """Later passes work out once for all layers what follows from a rule."""
+    graph = plans.annotated(plans.traced(Alike(), {"x": torch.randn(4, 6)}))
+    linears = [op.rule for op in graph.ops if op.target == "linear"]
+    assert len(linears) == 3
+    # The first one reads an input.
+    assert linears[1] is linears[2]
+    squares, products = (
+        [op.rule for op in graph.ops if op.target == "mul" and len({*op.operands}) == count]
+        for count in (1, 2)
+    )
+    assert len(squares) == len(products) == 3
+    assert {id(rule) for rule in squares}.isdisjoint(id(rule) for rule in products)

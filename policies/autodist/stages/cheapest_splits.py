@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwright.policies.autodist.stages.bands import band_of, most_blocks
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_minima import Least
 
@@ -20,7 +21,7 @@ starts and stops.
 @dataclass(frozen=True)
 class PricedPaths:
     """What splits take, so many of each part of a stage counted. ``prices``: by stage and
-    placement, ``[start, stop]``.
+    placement, ``[row, stop]`` within the band of the placement.
     ``before``: by stage, ``[lots used, block]``, the least of all stages before it; the last is of
     all. ``least_s``: the least of all splits, infinite where there are none; ``best``: the split
     that has it.
@@ -34,7 +35,10 @@ class PricedPaths:
 
 class Splits:
     """The splits that are looked for: their stages have some of the placements and take so many
-    devices, which are dealt out in lots. ``may_have``: by stage and placement, ``[start, stop]``.
+    devices, which are dealt out in lots.
+
+    ``bands``: by placement, of all stages that are not left out; ``may_have``: by stage and
+    placement, ``[row, stop]`` within these, which stages that are.
     """
 
     def __init__(self, placements: Sequence[Least], num_devices: int, num_stages: int) -> None:
@@ -44,28 +48,39 @@ class Splits:
             num_devices // unit,
             [least.num_devices // unit for least in placements],
         )
-        self.may_have = [[least.fits[stage] for least in placements] for stage in range(num_stages)]
+        self.bands = [
+            band_of(self.num_blocks, max(most_blocks(fits) for fits in least.fits[:num_stages]))
+            for least in placements
+        ]
+        self.may_have = [
+            [
+                band.of(least.fits[stage], False)
+                for least, band in zip(placements, self.bands, strict=True)
+            ]
+            for stage in range(num_stages)
+        ]
 
     def priced(self, counts: Array) -> PricedPaths:
         """``counts``: ``[stage, part]``."""
         # Stage by stage: ``after[lots used, block]`` is the least of all ways to end there.
-        columns = np.arange(self.num_blocks + 1)
         prices, befores, origins = [], [self._nothing((0, 0))], []
         for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
-            # ``[start, stop]`` of a stage with each placement; what is left out is infinite.
+            # What is left out is infinite.
             prices.append(
                 [
-                    np.where(mask, least.priced(stage, own), np.inf)
-                    for least, mask in zip(self.placements, masks, strict=True)
+                    np.where(mask, least.priced(stage, own, band), np.inf)
+                    for least, band, mask in zip(self.placements, self.bands, masks, strict=True)
                 ]
             )
             before, after = befores[-1], self._nothing()
             origin = np.zeros((*before.shape, 2), dtype=int)  # placement, block
             # Every start of the stage at once; the best start for each stop.
             for index, used in self._places(before):
-                sums = before[used][:, None] + prices[-1][index]
-                starts = sums.argmin(axis=0)
-                values, stop = sums[starts, columns], used + self.sizes[index]
+                band = self.bands[index]
+                sums = band.at_start(before[used]) + prices[-1][index]
+                rows = sums.argmin(axis=0)
+                values, starts = sums[rows, band.stops], band.starts[rows, band.stops]
+                stop = used + self.sizes[index]
                 better = values < after[stop]
                 # Remember where it came from.
                 after[stop][better] = values[better]
@@ -98,29 +113,46 @@ class Splits:
             least = [np.full_like(prices, np.inf) for prices in paths.prices[stage]]
             # The least of all splits that have this stage: before it, itself, behind it.
             for index, used in self._places(before):
+                band = self.bands[index]
                 sums = paths.prices[stage][index] + after[used + self.sizes[index]]
-                np.minimum(further[used], sums.min(axis=1), out=further[used])
-                np.minimum(least[index], before[used][:, None] + sums, out=least[index])
+                np.minimum.at(further[used], band.starts, sums)
+                np.minimum(least[index], band.at_start(before[used]) + sums, out=least[index])
             known += sum(int(mask.sum()) for mask in self.may_have[stage])
             self.may_have[stage] = [own <= above_s for own in least]
             left += sum(int(mask.sum()) for mask in self.may_have[stage])
             after = further
+        self._narrow()
         return 1 - left / max(1, known)
 
     def leave_out_alone(self, counts: Array, above_s: float) -> None:
         """Leave out the stages that take more by themselves."""
         for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
             self.may_have[stage] = [
-                mask & (least.priced(stage, own) <= above_s)
-                for least, mask in zip(self.placements, masks, strict=True)
+                mask & (least.priced(stage, own, band) <= above_s)
+                for least, band, mask in zip(self.placements, self.bands, masks, strict=True)
             ]
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Leave out the rows of the bands that have no stage any more."""
+        for index, band in enumerate(self.bands):
+            # The first row has the stages of most blocks.
+            rows = np.any([masks[index].any(axis=1) for masks in self.may_have], axis=0)
+            width = band.width - int(rows.argmax()) if rows.any() else 0
+            if width < band.width:
+                self.bands[index] = band_of(self.num_blocks, width)
+                for masks in self.may_have:
+                    masks[index] = masks[index][band.width - width :]
 
     def has(self, path: Path) -> bool:
         """Whether no stage of a split is left out."""
         return all(
-            masks[index][start, stop]
+            self._has(masks[index], stop - start, stop)
             for masks, (index, start, stop) in zip(self.may_have, path, strict=True)
         )
+
+    def _has(self, mask: Array, num_blocks: int, stop: int) -> bool:
+        return num_blocks <= len(mask) and bool(mask[len(mask) - num_blocks, stop])
 
     def amounts(self, path: Path, counts: Array) -> Array:
         """``[stage, part]``: what the stages of a split have, so much of each counted."""
@@ -146,5 +178,5 @@ class Splits:
             (index, used)
             for index, size in enumerate(self.sizes)
             for used in reached
-            if used + size <= self.num_lots
+            if used + size <= self.num_lots and self.bands[index].width
         ]

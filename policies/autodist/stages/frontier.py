@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+Places = tuple[Array, Array]
+"""The starts and the stops of some stretches."""
+
 FRONTIER_STEPS = 4096
 """Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier
 has that many points.
@@ -125,7 +128,7 @@ class StageFrontiers:
             frontiers.append(self._grown[key])
         return frontiers[stop - start]
 
-    def distinct(self, stretches: Array) -> Iterator[tuple[Frontier, Array]]:
+    def distinct(self, stretches: Array) -> Iterator[tuple[Frontier, Places]]:
         """The frontiers of some stretches, ``[start, stop]``, each with those that have it."""
         for start, stop in zip(*np.nonzero(stretches & (self._numbers < 0)), strict=True):
             frontier = self.of(start, stop)
@@ -133,5 +136,10 @@ class StageFrontiers:
                 self._number_of[id(frontier)] = len(self._distinct)
                 self._distinct.append(frontier)
             self._numbers[start, stop] = self._number_of[id(frontier)]
-        for number in np.unique(self._numbers[stretches]).tolist():
-            yield self._distinct[number], stretches & (self._numbers == number)
+        # Stretches with the same frontier stand together.
+        starts, stops = np.nonzero(stretches)
+        numbers = self._numbers[starts, stops]
+        order = np.argsort(numbers, kind="stable")
+        edges = np.flatnonzero(np.diff(numbers[order])) + 1
+        for same in np.split(order, edges) if len(order) else ():
+            yield self._distinct[int(numbers[same[0]])], (starts[same], stops[same])

@@ -34,6 +34,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.policies.autodist.stages.bands import Band, band_of, most_blocks
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_costs import PlacedBlocks, StageCosts
 
@@ -211,6 +212,10 @@ OwnAndFill = tuple[list[Array], list[Array]]
 """What counts of a stage itself and of a stage before it, for each placement."""
 
 
+BandedStage = tuple[Band, Array, Array]
+"""The stages that may be with one placement, what counts of each itself, and of each before it."""
+
+
 def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
     return [first + second for first, second in zip(a, b, strict=True)]
 
@@ -261,21 +266,25 @@ class _Paths:
         # Before the first stage, whose number is -1, nothing is used and nothing is done.
         before: Reached = {-1: {0: self._nothing()}}
         steps: list[Step] = []
+        # By table and message: stages that hold equally many share them.
+        allowed: dict[tuple[int, int], tuple[Band, Array]] = {}
         # One stage more each round.
         for listed in priced:
-            allowed: dict[tuple[int, int], Array] = {}
             step, after = Step(), Reached()
             # Every placement of the stage, after every number of lots that is used so far.
             for index, used in self._places(before):
                 stop_lots = used + self.sizes[index]
                 for message, sums, origins in self._arrivals(before, index, used):
-                    key = (index, id(message))
+                    key = (id(listed[index]), id(message))
                     if key not in allowed:
                         allowed[key] = self._allowed(listed[index], message, limit)
+                    band, stage_s = allowed[key]
+                    if not band.width:
+                        continue
                     # All starts at once; the best start for each stop.
-                    times = sums[:, None] + allowed[key]
-                    starts = times.argmin(axis=0)
-                    values = times[starts, np.arange(len(starts))]
+                    times = band.at_start(sums) + stage_s
+                    rows = times.argmin(axis=0)
+                    values, starts = times[rows, band.stops], band.starts[rows, band.stops]
                     if not np.isfinite(values).any():
                         continue
                     columns, chosen = after.setdefault(index, {}), step.setdefault(index, {})
@@ -320,12 +329,11 @@ class _Paths:
             start, origin = int(starts[stop]), int(origins[stop])
             used -= self.sizes[index]
             path.append((start, stop, index))
-            largest = max(
-                largest,
-                float(
-                    self._counted(listed[index], self._message(origin, index, used))[start, stop]
-                ),
-            )
+            message = self._message(origin, index, used)
+            counted = float(listed[index][1][start, stop])
+            if message is not None:
+                counted += (self.num_microbatches - 1) * float(message[start, stop])
+            largest = max(largest, counted)
             stop, index = start, origin
         return total, largest, path[::-1]
 
@@ -368,16 +376,20 @@ class _Paths:
     def _fits(self, index: int, used: int) -> bool:
         return self.between is None or self.between.fits(index, used * self.unit)
 
-    def _allowed(self, priced: tuple[Array, Array], message: Array | None, limit: float) -> Array:
-        time: Array = priced[0] if message is None else priced[0] + message
-        allowed: Array = np.where(self._counted(priced, message) <= limit, time, np.inf)
-        return allowed
-
-    def _counted(self, priced: tuple[Array, Array], message: Array | None) -> Array:
-        if message is None or self.num_microbatches == 1:
-            return priced[1]
-        counted: Array = priced[1] + (self.num_microbatches - 1) * message
-        return counted
+    def _allowed(
+        self, priced: tuple[Array, Array], message: Array | None, limit: float
+    ) -> tuple[Band, Array]:
+        """The seconds of every stage with a message before it; infinite where more than the limit
+        counts.
+        """
+        time, counted = priced
+        if message is not None:
+            time = time + message
+            if self.num_microbatches > 1:
+                counted = counted + (self.num_microbatches - 1) * message
+        is_allowed = (counted <= limit) & np.isfinite(time)
+        band = band_of(self.num_blocks, most_blocks(is_allowed))
+        return band, band.of(np.where(is_allowed, time, np.inf))
 
     # ---------------------------------------------------------------------------------------------
     # bounds
@@ -393,11 +405,12 @@ class _Paths:
         # Bisection. The invariant: some split keeps within ``high``; none is known that keeps
         # within ``low``.
         low, high = 0.0, upper
-        if not self._keep(tables, high):
+        stages = self._within(tables, upper)
+        if not self._keep(stages, high):
             return upper
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
-            if self._keep(tables, middle):
+            if self._keep(stages, middle):
                 high = middle
             else:
                 low = middle
@@ -405,7 +418,8 @@ class _Paths:
 
     def can_keep(self, limit: float) -> bool:
         """Whether neither bound is above ``limit``, memory aside."""
-        return self._keep([[kind] * self.num_stages for kind in self._bound_tables], limit)
+        tables = [[kind] * self.num_stages for kind in self._bound_tables]
+        return self._keep(self._within(tables, limit), limit)
 
     @functools.cached_property
     def _bound_tables(self) -> list[OwnAndFill]:
@@ -444,21 +458,42 @@ class _Paths:
             by_count[count] = (_added(alone, longer), nothing), (_added(work, longer), before)
         return [[by_count[count][kind] for count in counts] for kind in range(2)]
 
-    def _keep(self, tables: Sequence[Sequence[OwnAndFill]], limit: float) -> bool:
+    def _within(
+        self, tables: Sequence[Sequence[OwnAndFill]], limit: float
+    ) -> list[list[list[BandedStage]]]:
+        """The tables of stages, by bound and stage, without what takes more than ``limit``."""
+        known: dict[int, list[BandedStage]] = {}
+        for stages in tables:
+            for table in stages:
+                if id(table) not in known:
+                    known[id(table)] = [
+                        self._banded(own, fill, limit) for own, fill in zip(*table, strict=True)
+                    ]
+        return [[known[id(table)] for table in stages] for stages in tables]
+
+    def _banded(self, own: Array, fill: Array, limit: float) -> BandedStage:
+        is_within = own <= limit
+        band = band_of(self.num_blocks, most_blocks(is_within))
+        return band, band.of(own), band.of(fill)
+
+    def _keep(self, tables: Sequence[Sequence[Sequence[BandedStage]]], limit: float) -> bool:
         """Whether no bound is above ``limit``; ``tables``: by bound and stage."""
         return all(self._keeps(stages, limit) for stages in tables)
 
-    def _keeps(self, stages: Sequence[OwnAndFill], limit: float) -> bool:
+    def _keeps(self, stages: Sequence[Sequence[BandedStage]], limit: float) -> bool:
         """Whether a split exists with ``sum_{j<k} fill_j + own_k`` at most ``limit`` for all
         stages: the least sum of the stages before decides whether the next one keeps within it.
         """
         # By number of lots: the least sum for each block. Less is never worse.
         before = {0: self._nothing()}
-        for own, fill in stages:
+        for placements in stages:
             following: dict[int, Array] = {}
             for index, used in self._places({-1: before}):
-                start, stop = before[used][:, None], used + self.sizes[index]
-                sums = np.where(start + own[index] <= limit, start + fill[index], np.inf)
+                band, own, fill = placements[index]
+                if not band.width:
+                    continue
+                start, stop = band.at_start(before[used]), used + self.sizes[index]
+                sums = np.where(start + own <= limit, start + fill, np.inf)
                 least = sums.min(axis=0)
                 known = following.get(stop)
                 following[stop] = least if known is None else np.minimum(known, least)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from shardwright.policies.autodist.stages.bands import Band
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_costs import StageCosts, ranges
 
@@ -19,6 +21,22 @@ MAX_HULLS = 4_000_000
 """How many numbers may be kept of what stages can save for some time. Where it were more, all that
 can be saved is free as soon as a stage has to compute something again.
 """
+
+
+@dataclass(frozen=True)
+class _Banded:
+    """The tables of a :class:`Least` within a band. ``first``: by microbatches in flight, the
+    seconds and the savings of what must be computed again, and whether stages fit.
+    """
+
+    band: Band
+    forward_s: Array
+    backward_s: Array
+    input_s: Array
+    once_s: Array
+    held: Array
+    kept: Array
+    first: Mapping[int, tuple[Array, Array, Array]]
 
 
 class Least:
@@ -66,28 +84,59 @@ class Least:
         }
         saved = {count: self._saved_for(seconds) for count, seconds in first.items()}
         self.first = [(first[count], saved[count]) for count in counts]
+        self._counts = tuple(counts)
+        self._banded: _Banded | None = None
 
-    def priced(self, stage: int, counts: Array) -> Array:
+    def priced(self, stage: int, counts: Array, band: Band) -> Array:
         """What the parts of a stage take at least, ``counts`` of each; infinite where it does not
         fit.
         """
+        of = self._within(band)
         forwards, inputs, weights, once, held, kept = counts.tolist()
         whole = (
-            min(inputs, weights) * self.backward_s
-            + self._more(stage, inputs, weights) * self.input_s
+            min(inputs, weights) * of.backward_s + self._more(stage, inputs, weights) * of.input_s
         )
-        first_s, first_saved = self.first[stage]
+        first_s, first_saved, fits = of.first[self._counts[stage]]
         # Blocks of fine chains are never computed again: there is nothing to sum.
         time_s, saved = np.zeros(()), np.zeros(())
         if self._again_s.shape[1] > 1:
-            time_s, saved = (ranges(amounts) for amounts in self._best(inputs, kept))
-        again = inputs * (self.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
+            time_s, saved = (_sums(amounts, band) for amounts in self._best(inputs, kept))
+        again = inputs * (of.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
             saved, first_saved
         )
         # One with something computed again is not split.
         backward = np.where(first_s > 0, again, np.minimum(whole, again))
-        rest = forwards * self.forward_s + once * self.once_s + held * self.held + kept * self.kept
-        return np.where(self.fits[stage], rest + backward, np.inf)
+        rest = forwards * of.forward_s + once * of.once_s + held * of.held + kept * of.kept
+        return np.where(fits, rest + backward, np.inf)
+
+    def _within(self, band: Band) -> _Banded:
+        """The tables within a band. Only those of the latest are kept: bands get narrower."""
+        if self._banded is None or self._banded.band is not band:
+            self._banded = _Banded(
+                band,
+                *(
+                    band.of(table, 0.0)
+                    for table in (
+                        self.forward_s,
+                        self.backward_s,
+                        self.input_s,
+                        self.once_s,
+                        self.held,
+                        self.kept,
+                    )
+                ),
+                {
+                    count: (
+                        band.of(first_s, 0.0),
+                        band.of(first_saved, 0.0),
+                        band.of(fits, False),
+                    )
+                    for count, (first_s, first_saved), fits in zip(
+                        self._counts, self.first, self.fits, strict=True
+                    )
+                },
+            )
+        return self._banded
 
     def amounts(self, stage: int, span: tuple[int, int], counts: Array) -> list[float]:
         """What a stage has of every part behind its price."""
@@ -154,6 +203,12 @@ class Least:
         first gets nothing.
         """
         return max(0.0, inputs - weights) if stage else 0.0
+
+
+def _sums(amounts: Array, band: Band) -> Array:
+    """The sums over the blocks of every stage within a band."""
+    sums = np.concatenate([[0.0], np.cumsum(amounts)])
+    return sums - sums[band.starts]
 
 
 def _ways(tables: StageCosts, memory_bytes: float) -> tuple[Array, Array]:

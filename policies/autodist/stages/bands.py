@@ -1,0 +1,55 @@
+"""Tables of stages, cut down to stages of few blocks.
+
+What a stage costs is a table ``[start, stop]`` over blocks. Of many stages none has more than a few
+blocks: the others do not fit, or take longer than is asked for. A *band* has a row for each number
+of blocks in the place of one for each start, so that a shortest path over many stages looks at no
+more entries than there are.
+
+Example: three blocks, and stages of at most two. The band has two rows; ``band[row, stop]`` is of
+the stage from ``stop - 2 + row`` to ``stop``, so the row 0 is of stages of two blocks:
+
+====  ==========  ==========  ==========  ==========
+row   stop 0      stop 1      stop 2      stop 3
+====  ==========  ==========  ==========  ==========
+0     none        none        0 to 2      1 to 3
+1     none        0 to 1      1 to 2      2 to 3
+====  ==========  ==========  ==========  ==========
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from shardwright.policies.autodist.stages.frontier import Array
+
+
+class Band:
+    """The stages of at most ``width`` of ``num_blocks`` blocks, as ``[row, stop]``."""
+
+    def __init__(self, num_blocks: int, width: int) -> None:
+        self.width, self.stops = width, np.arange(num_blocks + 1)
+        starts = self.stops - width + np.arange(width)[:, None]
+        self._is_stage = starts >= 0
+        self.starts = np.maximum(starts, 0)  # ``[row, stop]``, 0 where there is none
+
+    def of(self, table: Array, outside: float = np.inf) -> Array:
+        """The band of a table ``[start, stop]``; ``outside``: what stands for no stage."""
+        return np.where(self._is_stage, table[self.starts, self.stops], outside)
+
+    def at_start(self, column: Array) -> Array:
+        """``[row, stop]``: the entry of a column ``[block]`` at which the stage starts."""
+        return np.where(self._is_stage, column[self.starts], np.inf)
+
+
+@functools.lru_cache(maxsize=256)
+def band_of(num_blocks: int, width: int) -> Band:
+    """The band of so many blocks; the same is returned each time."""
+    return Band(num_blocks, width)
+
+
+def most_blocks(stages: Array) -> int:
+    """The most blocks of the stages for which a table ``[start, stop]`` is true; 0 for none."""
+    starts, stops = np.nonzero(stages)
+    return int((stops - starts).max(initial=0))

@@ -112,29 +112,18 @@ class Least:
     def _within(self, band: Band) -> _Banded:
         """The tables within a band. Only those of the latest are kept: bands get narrower."""
         if self._banded is None or self._banded.band is not band:
+            first = {}
+            for count, both, fits in zip(self._counts, self.first, self.fits, strict=True):
+                first[count] = band.of(both[0], 0.0), band.of(both[1], 0.0), band.of(fits, False)
             self._banded = _Banded(
                 band,
-                *(
-                    band.of(table, 0.0)
-                    for table in (
-                        self.forward_s,
-                        self.backward_s,
-                        self.input_s,
-                        self.once_s,
-                        self.held,
-                        self.kept,
-                    )
-                ),
-                {
-                    count: (
-                        band.of(first_s, 0.0),
-                        band.of(first_saved, 0.0),
-                        band.of(fits, False),
-                    )
-                    for count, (first_s, first_saved), fits in zip(
-                        self._counts, self.first, self.fits, strict=True
-                    )
-                },
+                band.of(self.forward_s, 0.0),
+                band.of(self.backward_s, 0.0),
+                band.of(self.input_s, 0.0),
+                band.of(self.once_s, 0.0),
+                band.of(self.held, 0.0),
+                band.of(self.kept, 0.0),
+                first,
             )
         return self._banded
 
@@ -207,8 +196,9 @@ class Least:
 
 def _sums(amounts: Array, band: Band) -> Array:
     """The sums over the blocks of every stage within a band."""
-    sums = np.concatenate([[0.0], np.cumsum(amounts)])
-    return sums - sums[band.starts]
+    sums: Array = np.concatenate([[0.0], np.cumsum(amounts)])
+    within: Array = sums - sums[band.starts]
+    return within
 
 
 def _ways(tables: StageCosts, memory_bytes: float) -> tuple[Array, Array]:

@@ -99,7 +99,7 @@ class Chooser:
         self.total_work = sum(whole.work(op) for op in graph.ops) or 1.0
         self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
         # The options of every class; traffic is told relative to what any of them would send.
-        options = self._options(num_ranks, whole)
+        self.of_whole = options = self._options(num_ranks, whole)
         candidates = self._candidates(options)
         touched = {
             name for option in options if option.dim_class in candidates for name in option.touched
@@ -155,7 +155,8 @@ class Chooser:
             if outer
             else self.whole
         )
-        options = self._options(axis_size, left)
+        is_whole = outer is None and axis_size == self.num_ranks
+        options = self.of_whole if is_whole else self._options(axis_size, left)
         candidates = [c for c in self._candidates(options) if among is None or c in among]
         if not candidates:
             return Chosen(axis_size, set(), 0)

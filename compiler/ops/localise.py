@@ -14,7 +14,7 @@ from sympy import Symbol
 
 from shardwright.compiler.ir.op import AxisRef, IROp
 from shardwright.compiler.ir.size import LocalSize, Size, local_size, offset
-from shardwright.compiler.ops.rule import Exchanged, LocalSizes, OpRule
+from shardwright.compiler.ops.rule import Exchanged, LocalSizes, OpRule, RuleForm
 from shardwright.compiler.ops.strategy import (
     KNOWN,
     Assignment,
@@ -25,13 +25,17 @@ from shardwright.compiler.ops.strategy import (
 )
 from shardwright.runtime.layout import Mesh
 
+CutBy = tuple[tuple[str, tuple[str, ...]], ...]
+"""Factors that are cut, each with the axes that cut it."""
+
 
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
-    axes = dict(_cut_by(tuple(assignment.items()), mesh))
+    cut_by = _cut_by(tuple(assignment.items()), mesh)
+    axes = dict(cut_by)
     # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
-        op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
+        op = op.with_args(**rule.localise(op, rule, _known_sizes(rule.form, cut_by, mesh)))
     exchanges = tuple(
         Exchanged(axis, *pair)
         for axis in mesh.names
@@ -41,7 +45,7 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     if rule.parallel is not None and (
         rule.random or exchanges or any(factor in axes for factor in rule.parallel.factors)
     ):
-        form, local = rule.parallel, local_sizes(rule, axes, mesh)
+        form, local = rule.parallel, _known_sizes(rule.form, cut_by, mesh)
         if exchanges:
             # Of an exchange the function needs both sizes: with the cuts along its axes, and
             # without.
@@ -61,9 +65,7 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
 
 
 @lru_cache(maxsize=KNOWN)
-def _cut_by(
-    given: tuple[tuple[str, Strategy], ...], mesh: Mesh
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _cut_by(given: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> CutBy:
     """The factors that strategies cut, each with its axes, major to minor. ``given``: the
     strategies by axis.
     """
@@ -79,6 +81,12 @@ def _cut_by(
         for factor, cut in axes.items()
         if any(mesh.axis_size(axis) > 1 for axis in cut)
     )
+
+
+@lru_cache(maxsize=KNOWN)
+def _known_sizes(form: RuleForm, cut_by: CutBy, mesh: Mesh) -> LocalSizes:
+    """:func:`local_sizes` of rules that say the same: those of a thousand layers are a few."""
+    return local_sizes(form.rule, dict(cut_by), mesh)
 
 
 def local_sizes(

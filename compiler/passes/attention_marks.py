@@ -46,7 +46,7 @@ def with_marks(graph: IRGraph) -> IRGraph:
     """
     read = spelled(graph)
     finder = _Finder(read)
-    found = {op.name: (made,) for op in read.graph.ops if (made := finder.of(op)) is not None}
+    found = {op.name: (made,) for op in read.read.ops if (made := finder.of(op)) is not None}
     if not found:
         return graph
     several = {name: (*finder.before.get(name, ()), *made) for name, made in found.items()}
@@ -76,8 +76,9 @@ class _Hidden:
 
 class _Finder:
     def __init__(self, read: Spelled) -> None:
-        self._reader = MaskReader(read.graph)
-        self._chain = Chain(read.graph, self._reader)
+        graph = read.read
+        self._reader = MaskReader(graph)
+        self._chain = Chain(graph, self._reader)
         self._taken = read.taken
         self.sums: list[IROp] = []
         """Operators that add up what is added to scores."""

@@ -5,6 +5,12 @@ written with ``where`` and ``@``.
     einsum("bqhd,bkhd->bhqk", query, key)      query.permute(...) @ key.permute(...).transpose(2, 3)
     einsum("bhqk,bkhd->bqhd", weights, value)  (weights @ value.permute(...)).permute(...)
 
+Samples and heads that are one dim of three, as ``bmm`` wants them (BLOOM), are two of four again:
+
+    baddbmm(bias, query, key.mT, alpha=scale).view(B, heads, S, T)
+                                               query @ key.transpose(2, 3) * scale + bias.view(...)
+    bmm(weights.view(B * heads, S, T), value)  (weights @ value).reshape(B * heads, S, width)
+
 It serves to read a graph. What turns out to be no attention gets its first spelling back.
 """
 
@@ -17,9 +23,13 @@ import torch
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
+
+_VIEWS = ("view", "reshape")
+_FACTORS, _BATCHES = ("input", "other"), ("batch1", "batch2")
+"""What is multiplied: by ``bmm``, which is ``@`` of three dims, and by ``baddbmm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,11 @@ class Spelled:
     first: Mapping[str, IROp]
     taken: set[str]
     """The names of all operators and values."""
+
+    @property
+    def read(self) -> IRGraph:
+        """The graph as the one spelling reads it: without what only other spellings read."""
+        return self.graph.live() if self.first else self.graph
 
     def with_found(self, found: Mapping[str, Sequence[IROp]]) -> IRGraph:
         """The graph with operators that were found in it, by the name of the one that they replace.
@@ -62,6 +77,7 @@ class _Speller:
         self.taken = {value.name for value in graph.sources} | {op.name for op in graph.ops}
         self.taken |= {value.name for op in graph.ops for value in op.results}
         self.first: dict[str, IROp] = {}
+        self._producers = graph.producers()
 
     def of(self, op: IROp) -> list[IROp]:
         """The operators that stand for one; it alone, if its spelling is the one."""
@@ -69,6 +85,10 @@ class _Speller:
             return self._where(op)
         if op.target == "einsum":
             return self._product(op) or [op]
+        if op.target in _VIEWS:
+            return self._joined_scores(op) or [op]
+        if op.target == "matmul":
+            return self._joined_weights(op) or [op]
         return [op]
 
     def _where(self, op: IROp) -> list[IROp]:
@@ -139,6 +159,87 @@ class _Speller:
         order = tuple(after.index(letter) for letter in result)
         return [*made, matmul, self._op(op, "permute", value, product, dims=order)]
 
+    def _joined_scores(self, op: IROp) -> list[IROp] | None:
+        """A view that parts samples and heads of ``bmm(query, key)``, or of ``baddbmm`` with a bias
+        and numbers, as the scores of ``query @ key``; ``None`` for any other view.
+        """
+        (scores,), product = op.results, self._made_by(op.operands[0], "matmul", "baddbmm")
+        if product is None or scores.ndim != 4:
+            return None
+        biased = product.target == "baddbmm"
+        rows, turned = (product.arg(name) for name in (_BATCHES if biased else _FACTORS))
+        alpha, beta = (product.arg(name, 1) if biased else 1 for name in ("alpha", "beta"))
+        query, back = self._parted(rows), self._made_by(turned, "transpose")
+        key = None if back is None or not _turns_last_two(back) else self._parted(back.operands[0])
+        if (
+            query is None
+            or key is None
+            or not all(isinstance(x, int | float) for x in (alpha, beta))
+        ):
+            return None
+        joined = product.results[0]
+        if (
+            scores.shape != (*query.shape[:2], *joined.shape[1:])
+            or key.shape[:2] != query.shape[:2]
+        ):
+            return None
+        made: list[IROp] = []
+
+        def make(
+            target: str, name: str, shape: Sequence[Size], like: IRValue, *args: Arg
+        ) -> IRValue:
+            value = self._value(f"{op.name}_{name}", like, shape)
+            made.append(self._op(op, target, value, *args))
+            return value
+
+        turned_shape = (*key.shape[:2], key.shape[3], key.shape[2])
+        found = make("transpose", "turned", turned_shape, key, key, 2, 3)
+        found = make("matmul", "product", scores.shape, scores, query, found)
+        if alpha != 1:
+            found = make("mul", "scaled", scores.shape, scores, found, alpha)
+        # ``baddbmm`` does not read what it multiplies by zero.
+        if biased and beta != 0:
+            bias = product.arg("input")
+            if bias.ndim == 3:
+                lead = (1, 1) if bias.shape[0] == 1 else query.shape[:2]
+                shape = (*lead, *bias.shape[1:])
+                bias = make("view", "bias", shape, bias, bias, *shape)
+            if beta != 1:
+                bias = make("mul", "weighed", bias.shape, bias, bias, beta)
+            found = make("add", "biased", scores.shape, scores, found, bias)
+        # The last one makes what the view made.
+        made[-1] = replace(made[-1], name=op.name, results=op.results)
+        self.first[op.name] = op
+        return made
+
+    def _joined_weights(self, op: IROp) -> list[IROp] | None:
+        """``bmm`` of weights and values with samples and heads in one dim, as ``weights @ value``;
+        ``None`` for any other product.
+        """
+        weights, value = (self._parted(op.arg(name)) for name in _FACTORS)
+        if weights is None or value is None or weights.shape[:2] != value.shape[:2]:
+            return None
+        (result,) = op.results
+        shape = (*weights.shape[:2], *result.shape[1:])
+        product = self._value(f"{op.name}_product", result, shape)
+        self.first[product.name] = op
+        matmul = self._op(op, "matmul", product, weights, value)
+        return [matmul, self._op(op, "reshape", result, product, *result.shape)]
+
+    def _parted(self, joined: IRValue) -> IRValue | None:
+        """What has samples and heads as two dims where ``joined`` has them as one."""
+        view = self._made_by(joined, *_VIEWS)
+        if view is None or joined.ndim != 3 or view.operands[0].ndim != 4:
+            return None
+        parted = view.operands[0]
+        fits = parted.shape[2:] == joined.shape[1:]
+        return parted if fits and product(parted.shape[:2]) == joined.shape[0] else None
+
+    def _made_by(self, value: IRValue, *targets: str) -> IROp | None:
+        """The operator of one of these kinds that makes a value."""
+        op, _ = self._producers.get(value.name, (None, 0))
+        return op if op is not None and op.target in targets else None
+
     def _value(self, name: str, like: IRValue, shape: Sequence[Size]) -> IRValue:
         """A value with a name of its own, made of another one."""
         return IRValue(
@@ -158,6 +259,11 @@ class _Speller:
         return replace(
             op, name=name, target=target, args=opdef.bind(args, named), results=(result,)
         )
+
+
+def _turns_last_two(transpose: IROp) -> bool:
+    ndim = transpose.operands[0].ndim
+    return {transpose.arg(name) % ndim for name in ("dim0", "dim1")} == {ndim - 2, ndim - 1}
 
 
 def unused(name: str, taken: set[str]) -> str:

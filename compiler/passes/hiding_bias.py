@@ -35,7 +35,8 @@ _KEEPING = frozenset(("unsqueeze", "expand", "to", "contiguous"))
 
 _BOUNDED = frozenset(
     ("view", "reshape", "squeeze", "getitem", "permute", "transpose", "flatten", "index_select")
-    + ("repeat_interleave", "flip", "cat", "stack", "sub", "mul", "div", "neg", "abs", "pow")
+    + ("repeat", "repeat_interleave", "flip", "cat", "stack")
+    + ("sub", "mul", "div", "neg", "abs", "pow")
     + ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "zeros_like", "ones_like")
 )
 """Operators whose results are of the size of their operands and numbers."""

@@ -189,6 +189,21 @@ MODELS: dict[str, zoo.ZooModel] = {
         ),
         sound,
     ),
+    "bloom": zoo.ZooModel(
+        "bloom",
+        zoo.hf(
+            "BloomForCausalLM",
+            "BloomConfig",
+            **zoo.NO_SPECIAL_TOKENS,
+            vocab_size=32,
+            hidden_size=16,
+            n_layer=2,
+            n_head=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        inputs(),
+    ),
     "mamba": zoo.ZooModel("mamba", Mamba, tokens_alone),
     "prefixed": zoo.ZooModel("prefixed", Prefixed, tokens_alone),
     "gemma2-dropout": zoo.ZooModel(

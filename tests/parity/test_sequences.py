@@ -71,6 +71,7 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
         ("gpt-oss", "cp", 2, {"cp_mode": "ring"}),
         ("llama-packed", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
         ("prefixed", "cp", 3, {"cp_mode": "ring"}),
+        ("bloom", "cp", 3, {"cp_mode": "ring"}),
         *(
             pytest.param(*case, marks=slow)
             for case in [
@@ -107,6 +108,8 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("gpt-oss", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "gather"]}),
                 ("gpt-oss", "tp", 2, {}),
                 ("bert", "cp", 2, {"cp_mode": "ring"}),
+                ("bloom", "cp", 2, {"cp_mode": "ring", "cp_turns": 0}),
+                ("bloom", "cp", 2, {"cp_mode": "ulysses"}),
                 ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
                 ("t5-eager", "cp", 2, {"cp_mode": "ring"}),
                 ("t5-uneven", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),

@@ -208,6 +208,49 @@ def test_what_is_no_attention_keeps_its_spelling() -> None:
     assert [value.shape for value in graph.outputs] == [(2, 6, 3, 4), (2, 6, 3, 6)]
 
 
+def test_samples_and_heads_in_one_dim_are_attention(tmp_path: Path) -> None:
+    """Products as ``bmm`` and ``baddbmm`` want them, with a bias for each sample and head, for all
+    of them, or none.
+    """
+
+    def scores(x: Tensor, bias: Tensor | None, beta: float = 1.0) -> Tensor:
+        joined = x.reshape(6, 6, 4)
+        if bias is None:
+            return torch.bmm(joined, joined.mT).view(2, 3, 6, 6)
+        product = bias.baddbmm(joined, joined.mT, beta=beta, alpha=0.5)
+        return product.view(2, 3, 6, 6) + torch.where(earlier(x), 0.0, -1e38)
+
+    def attended(x: Tensor, scores: Tensor) -> Tensor:
+        weights = scores.softmax(-1).view(6, 6, 6)
+        return torch.bmm(weights, x.reshape(6, 6, 4)).view(2, 3, 6, 4)
+
+    def slopes(x: Tensor, counts: Tensor) -> Tensor:
+        bias = torch.arange(1.0, 4).to(x.dtype)[:, None, None] * torch.arange(6)
+        return attended(x, scores(x, bias.repeat(2, 1, 1), beta=2.0))
+
+    (op,) = attention_of(slopes)
+    assert (op.target, op.arg("scale")) == ("scaled_dot_product_attention", 0.5)
+    assert op.arg("attn_mask").shape == (2, 3, 6, 6)
+    model = Attention(lambda x, counts: slopes(x, counts).square().sum()).double()
+    x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    plans.check_policy(model, {"x": x, "counts": x}, "tp", 2, tmp_path)
+    (op,) = attention_of(lambda x, counts: attended(x, scores(x, x.new_ones(1, 6, 6))))
+    assert op.arg("attn_mask").shape == (1, 1, 6, 6)
+    (op,) = attention_of(lambda x, counts: attended(x, scores(x, x.new_ones(6, 6), beta=0.0)))
+    assert (op.arg("is_causal"), op.arg("attn_mask")) == (True, None)
+    (op,) = attention_of(lambda x, counts: attended(x, scores(x, None)))
+    assert (op.arg("attn_mask"), op.arg("scale")) == (None, 1.0)
+    # Scores, or weights, that somebody else reads are no attention, and stay as they are written.
+    graph = plans.annotated(
+        plans.traced(
+            Attention(lambda x, counts: (y := scores(x, x.new_ones(6, 6)), attended(x, y))),
+            {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)},
+        )
+    )
+    products = [op.target for op in graph.ops if op.target in ("baddbmm", "matmul", *ATTENTION)]
+    assert products == ["baddbmm", "matmul"]
+
+
 def attention_of(attend: Callable[[Tensor, Tensor], object]) -> list[IROp]:
     inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
     graph = plans.annotated(plans.traced(Attention(attend), inputs))

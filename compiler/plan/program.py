@@ -7,9 +7,10 @@ groups.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Any
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp
@@ -223,6 +224,11 @@ class Program:
     eval_program: Program | None = None
     tail: tuple[Instruction, ...] = ()
     whole_output: Tree | None = None
+
+    @functools.cached_property
+    def known(self) -> dict[Callable[[Program], Any], Any]:
+        """What functions have answered that are asked again and again: programs are immutable."""
+        return {}
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:

@@ -135,10 +135,17 @@ def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None
     return value.fqn.removeprefix(start) if value.fqn.startswith(start) else None
 
 
-def group_blocks(program: Program) -> list[Item]:
+def group_blocks(program: Program) -> Sequence[Item]:
     """The body with the instructions of repeated runs put together. A container that occurs once,
     or never twice alike, stays inline.
     """
+    if group_blocks not in program.known:
+        program.known[group_blocks] = _grouped(program)
+    found: Sequence[Item] = program.known[group_blocks]
+    return found
+
+
+def _grouped(program: Program) -> tuple[Item, ...]:
     # Stretches of instructions, which of their updates they can do, and until when values are read.
     found = stretches(program.body)
     updates = _updates_inside(program, found)
@@ -160,7 +167,7 @@ def group_blocks(program: Program) -> list[Item]:
         items += (
             [run] if run is not None and (counts[run.key] > 1 or run.recompute) else instructions
         )
-    return items
+    return tuple(items)
 
 
 Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]

@@ -137,9 +137,7 @@ class Books:
 def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> TensorForm:
     """The form of the rank's piece of a tensor, contiguous as loading and sending make it."""
     shape = local_shape(layout, footprints.rank.mesh)
-    return TensorForm.of(
-        footprints.rank.tensor(shape, value.dtype, requires_grad=value.takes_gradient)
-    )
+    return TensorForm.contiguous(tuple(shape), value.dtype, value.takes_gradient)
 
 
 def input_forms(program: Program, footprints: Footprints) -> dict[str, TensorForm]:

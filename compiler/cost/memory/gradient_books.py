@@ -128,6 +128,18 @@ class GradientBooks:
             bucket.arrived.add(name)
             self._begin_complete()
 
+    def standing(self, name: str) -> object:
+        """What a backward finds for the gradient of a parameter: parameters of equal standing are
+        treated alike. Of a bucket that is yet to be made every parameter stands for itself, as the
+        bucket may be made for another one's gradient.
+        """
+        bucket = self._bucket_of.get(name)
+        if name not in self._trained:
+            return None
+        if bucket is None or (bucket.is_split and not self._settings.contiguous_gradients):
+            return "own", name in self.made
+        return "bucket" if bucket in self.made else ("no bucket yet", name)
+
     def end_backward(self) -> None:
         """End a backward. The last one of a step ends with all gradients summed."""
         if self.reduces or self._frees:

@@ -1,7 +1,8 @@
 """What a step of a pipeline holds on each rank.
 
 Every microbatch of a stage needs the same memory. So each stage is walked once, whatever the
-schedule: forward, then backward in one part or two. What an action leaves behind is held until the
+schedule: forward, then backward in one part or two. Stages that are alike but for names are walked
+once in all (``alike_stages.py``). What an action leaves behind is held until the
 next action of its microbatch. The order of a rank's actions says how much of that there is at a
 time. The bytes of messages come on top (``messages_under_way.py``).
 
@@ -11,10 +12,11 @@ runs 4 forwards before its first backward, so it holds 40 MB of activations; the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.memory.alike_stages import Signature, signature
 from shardwright.compiler.cost.memory.body_memory import BodyMemory, Gradient
 from shardwright.compiler.cost.memory.books import Books, contiguous_form
 from shardwright.compiler.cost.memory.footprint import TensorForm
@@ -73,8 +75,9 @@ def _positions(
     for stage in program.plan.stages:
         positions.setdefault(stage.ranks, len(positions))
     position_of = {index: positions[stage.ranks] for index, stage in enumerate(program.plan.stages)}
+    walked: dict[Hashable, _Walked] = {}
     for ranks, position in positions.items():
-        memory = _PositionMemory(program, config, optimizer, actions[position])
+        memory = _PositionMemory(program, config, optimizer, actions[position], walked)
         yield ranks, memory, bytes_under_way(position, actions, position_of, memory.values())
 
 
@@ -106,10 +109,34 @@ class _StageMemory:
     later: Runs
     kept: frozenset[str]
 
+    def renamed(self, rename: Callable[[str], str]) -> _StageMemory:
+        """The memory of a stage that is alike. ``rename``: from the names of this one to its."""
+        first, later = (
+            {
+                kind: replace(run, peak=replace(run.peak, name=rename(run.peak.name)))
+                for kind, run in runs.items()
+            }
+            for runs in (self.first, self.later)
+        )
+        return _StageMemory(first, later, frozenset(map(rename, self.kept)))
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """What walking a stage has told. ``assumed``: as of :class:`RankMemory`. ``arrived``: the names
+    of the sources whose gradients came, in their order.
+    """
+
+    signature: Signature
+    memory: _StageMemory
+    assumed: frozenset[str]
+    arrived: tuple[str, ...]
+
 
 class _PositionMemory:
-    """The memory of one rank of a position, which runs ``actions``. ``history``: every moment that
-    :meth:`peak` looks at, where somebody asks for them by setting this to a list.
+    """The memory of one rank of a position, which runs ``actions``. ``walked``: the stages of all
+    positions that were walked so far. ``history``: every moment that :meth:`peak` looks at, where
+    somebody asks for them by setting this to a list.
     """
 
     history: list[Moment] | None = None
@@ -120,8 +147,9 @@ class _PositionMemory:
         config: ComputeConfig,
         optimizer: OptimizerMemory,
         actions: Sequence[ScheduleAction],
+        walked: dict[Hashable, _Walked],
     ) -> None:
-        self.program, self.actions = program, actions
+        self.program, self.actions, self._walked = program, actions, walked
         own = sorted({action.stage for action in actions})
         self.trains = not config.inference_only
         mesh = program.programs[own[0]].plan.storage_mesh
@@ -228,6 +256,39 @@ class _PositionMemory:
         return peak, sum(size for each in left.values() for size in each.values())
 
     def _stage(self, index: int, kinds: Collection[ActionKind]) -> _StageMemory:
+        """The memory of a stage, walked if none was that is alike."""
+        stage, program, gradients = (
+            self.program.stages[index],
+            self.program.programs[index],
+            self.books.gradients if self.trains else None,
+        )
+
+        def form_of(name: str) -> Hashable:
+            standing = None if gradients is None else gradients.standing(name)
+            return self.sources[name][0], standing
+
+        own = signature(stage, program, self.sources, form_of)
+        key = own.key, self.books.mesh, frozenset(kinds), frozenset(self.books.ledger.snapshot())
+        known = self._walked.get(key)
+        if known is None:
+            # What is assumed of this stage alone.
+            others, self.assumed = self.assumed, set()
+            self._arrived: list[str] = []
+            memory = self._walk_as_scheduled(index, kinds)
+            known = _Walked(own, memory, frozenset(self.assumed), tuple(self._arrived))
+            self._walked[key] = known
+            self.assumed |= others
+            return memory
+        rename = known.signature.renaming(own)
+        self.assumed.update(map(rename, known.assumed))
+        # Gradients of parameters stay behind, as after a walk.
+        ledger = self.books.ledger
+        for name in map(rename, known.arrived):
+            form, _ = self.sources[name]
+            self.books.arrive(name, form, ledger.hold(ledger.new(form.num_bytes, "temporary")))
+        return known.memory.renamed(rename)
+
+    def _walk_as_scheduled(self, index: int, kinds: Collection[ActionKind]) -> _StageMemory:
         """Walk a stage as the schedule does, for the first microbatch and for another one."""
         before = set(self.books.gradients.made) if self.trains else set()
         found: list[Runs] = []
@@ -260,11 +321,14 @@ class _PositionMemory:
         before = ledger.snapshot()
         received = {value.name for value, _ in stage.receives}
         sources, held = self._inputs(index, received)
+        self._arrived = []
 
         def arrive(name: str, form: TensorForm, storage: int) -> None:
             if name in received:  # it is sent to the stage before, at the end of the action
                 held.append(storage)
             else:
+                if name in self.sources:
+                    self._arrived.append(name)
                 self.books.arrive(name, form, storage)
 
         runs: Runs = {}

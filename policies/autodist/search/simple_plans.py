@@ -171,7 +171,8 @@ def simple_plans(
 def _recomputed(mesh: Mesh, space: SearchSpace, rules: Rules) -> dict[str, tuple[str, ...]]:
     """What plans on a mesh compute again: what the user says; else nothing, or where an axis deals
     in zigzag all layers, with their attention or without. The search, which chooses layers, does
-    not place such a mesh itself. By what titles say of it.
+    not place such a mesh itself: it chooses them for the best of these plans. By what titles say of
+    it.
     """
     found = {"": tuple(space.recompute or ())}
     if mesh.turns and space.recompute is None and space.memory_bytes < float("inf"):

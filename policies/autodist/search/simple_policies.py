@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.mesh_requests import (
     PipelineMesh,
@@ -18,10 +19,19 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     PlacedModel,
 )
 from shardwright.policies.autodist.candidates.meshes import position_ranks
-from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.candidates.results import (
+    Candidate,
+    CutRequest,
+    LoweredPlacement,
+)
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
-from shardwright.policies.autodist.search.auditing import Audits, least_of
+from shardwright.policies.autodist.search.auditing import (
+    CORRECTION,
+    MAX_CORRECTIONS,
+    Audits,
+    least_of,
+)
 from shardwright.policies.autodist.search.loss_pieces import most_saved_bytes
 from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
@@ -30,6 +40,7 @@ from shardwright.policies.autodist.search.simple_plans import (
     SimplePlan,
     simple_plans,
 )
+from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 
 SIMPLY_CUT = ", in the stages of a simple policy"
@@ -319,6 +330,8 @@ class SimplePolicies:
             title, simple.plan, replace(free, plan=simple.whole), is_simple=True
         ):
             return
+        if where.mesh.turns and simple.again:
+            self._mix(simple, where, free)
         # The stages of the simple plan with the placement of the search in them.
         if simple.plan.stages and placed_mesh is not None and self._has_time(AUDIT):
             whole = replace(free.plan, recompute=simple.whole.recompute)
@@ -332,6 +345,41 @@ class SimplePolicies:
                 whole, starts, number, simple.named_schedule, self.space.num_microbatches, pp_place
             )
             self._is_better(title, plan, replace(free, plan=whole))
+
+    def _mix(self, simple: SimplePlan, where: PipelineMesh, placed: PlacedModel) -> None:
+        """Compute again only as many layers of a plan in zigzag, and parts of layers, as its memory
+        needs, where the plan computes all of them again.
+
+        Example: without anything computed again a plan needs 90 GB of 80, with all 32 layers 30 GB
+        and a third more time. With 8 layers it needs 78 GB and 8 % more time.
+        """
+        number, mesh, pp_place = where
+        plain = replace(placed, plan=replace(simple.whole, recompute=()))
+        setting = self.state.setting(position_ranks(mesh, number, pp_place)[0])
+        walk = Walk(lower(self.state.graph, plain.plan), setting)
+        title = mesh_title(number, plain.plan.mesh, pp_place)
+        cut_request = CutRequest(
+            f"{scheduled_title(title, simple.named_schedule)}, as {simple.whose} has it",
+            (LoweredPlacement(plain, walk),),
+            number,
+            simple.named_schedule,
+            pp_place,
+            below_s=self.state.beaten_s(),
+        )
+        known: list[Plan] = []
+        memory_bytes = self.space.memory_bytes
+        # What the audit finds too large is cut again for less.
+        while len(known) <= MAX_CORRECTIONS and self._has_time(AUDIT):
+            found = self.state.cutter.cut(cut_request, memory_bytes)
+            if not isinstance(found, Candidate) or found.plan in known:
+                return
+            known.append(found.plan)
+            self._tried[found.title] = where
+            cost = self.audits.audit(replace(found, is_simple=True))
+            if cost is None or cost.peak_bytes <= self.space.memory_bytes:
+                return
+            over = cost.peak_bytes - self.space.memory_bytes
+            memory_bytes = found.used_bytes - CORRECTION * over
 
     def _is_better(
         self, title: str, plan: Plan, placed: PlacedModel, *, is_simple: bool = False

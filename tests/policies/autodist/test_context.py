@@ -27,6 +27,7 @@ from shardwright.policies.autodist.questions.explain import (
     explain_operator,
     factor_dims,
 )
+from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -135,6 +136,56 @@ def test_zigzag_has_its_loss_in_pieces_where_memory_binds() -> None:
     assert best.plan.mesh.turns == (("sp", 1),) and set(best.plan.loops) == {"loss"}
     assert best.cost.peak_bytes <= 0.004e9
     assert any("pieces: whole, the plan needs" in note.reason for note in best.plan.notes)
+
+
+class Layer(nn.Module):
+    """Causal attention and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(12), nn.Linear(12, 36)
+        self.mlp = nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (t.view(2, 512, 3, 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + attended.transpose(1, 2).reshape(2, 512, 12)
+        return x + self.mlp(x)
+
+
+class Layers(nn.Module):
+    """Such layers, and the mean square of what they make."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_zigzag_computes_as_much_again_as_memory_asks_for() -> None:
+    """Less than all layers, each whole or without its attention, and so in less time."""
+    model, inputs = Layers(4), {"x": torch.randn(2, 512, 12)}
+    traced, slow = plans.annotated(plans.traced(model, inputs)), slow_machine(4)
+    slow = replace(slow, device=replace(slow.device, tiles=None))
+    found = {}
+    for memory_gb in (1.0, 0.0006):
+        options = AutodistOptions(degrees={"sp": 4}, memory_limit_gb=memory_gb)
+        best = search(traced, config_of(4, memory_limit_gb=memory_gb), options, slow).best
+        assert best is not None and best.cost is not None
+        assert best.plan.mesh.turns == (("sp", 1),)
+        assert best.cost.peak_bytes <= memory_gb * 1e9
+        found[memory_gb] = best
+    assert not found[1.0].plan.recompute
+    assert found[1.0].cost is not None and found[1.0].cost.peak_bytes > 0.0006e9
+    mixed = found[0.0006]
+    assert mixed.plan.recompute and "layers.*" not in mixed.plan.recompute
+    auditor = Auditor(traced, config_of(4), slow, 1)
+    every = auditor(replace(mixed.plan, recompute=("layers.*",)))
+    assert found[1.0].step_s < mixed.step_s < every.step_s
 
 
 @pytest.mark.parametrize(

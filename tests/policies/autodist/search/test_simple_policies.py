@@ -419,8 +419,8 @@ def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     memory_bytes: float,
 ) -> None:
     """Where memory is limited, all layers of such a plan may be computed again, as a published one
-    has them, or all but their attention: a search places no mesh in zigzag itself, so it chooses no
-    layers there. Titles tell them apart.
+    has them, or all but their attention: a search places no mesh in zigzag itself, so it chooses
+    layers for the best of these plans only. Titles tell them apart.
     """
     graph, hardware = plans.zoo_graph("llama"), slow_machine(4)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)

@@ -66,8 +66,11 @@ class CallRecorder:
         # Torch counts in-place writes to each tensor. The counts tell whether a call that claims to
         # be functional has changed an argument.
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
-        key = self._repeated.key(func, args, kwargs) if inputs and run is None else None
-        out = None if key is None else self._repeated.results(key)
+        out = self._repeated.view(func, args) if run is None else None
+        can_repeat = inputs and run is None and out is None
+        key = self._repeated.key(func, args, kwargs) if can_repeat else None
+        if key is not None:
+            out = self._repeated.results(key, inputs)
         is_repeated = out is not None
         if not is_repeated:
             out = self.run(run or func, args, kwargs)

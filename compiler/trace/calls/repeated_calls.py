@@ -3,11 +3,18 @@
 The layers of a model make the same calls, on tensors of the same shapes. Torch's fake tensors need
 a tenth of a millisecond or more for each of them. What a call gives follows from shapes, strides,
 dtypes and the other arguments, so it is run once, and afterwards its results are made at once: new
-fake tensors of the shapes that are known. Views are run each time: what is written to the tensor
-they view changes whether gradients flow through them.
+fake tensors of the shapes that are known.
 
     x @ w    [32, 64] @ [64, 8], gradients flow   runs, and gives f32[32, 8]
     y @ v    [32, 64] @ [64, 8], gradients flow   gives f32[32, 8]
+
+A view is made in the memory of the tensor that it views, where the first one began. One by numbers
+and slices (``x[:, t]``) need not be run at all (``plain_views.py``).
+
+[Note: views that are run each time] A write to a tensor can change whether gradients flow through
+its views: after ``x.copy_(y)`` they flow if they flow through ``y``. Torch sees to that for views
+that it has made, and not for those made here. So only views are made here that no write can change:
+gradients flow through the tensor already, or never do, as it holds integers.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardwright.compiler.ops.stand_ins import combine, dispatch, grouped_linear
+from shardwright.compiler.trace.calls.plain_views import indexed_part
 from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
 
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
@@ -33,8 +41,10 @@ _IN_PYTHON = frozenset({dispatch, grouped_linear, combine})
 """Functions in Python that depend on their arguments alone. Of torch's own many warn, at the line
 that calls them.
 """
-_BY_SETTINGS = frozenset({F.scaled_dot_product_attention})
-"""Functions whose results also depend on settings, here on which kernels are allowed."""
+_BY_MORE = frozenset({F.scaled_dot_product_attention, torch.as_strided, torch.Tensor.as_strided})
+"""Functions whose results depend on more than keys hold: on which kernels are allowed, or on where
+in its memory a tensor begins.
+"""
 _PLAIN = (
     bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device,
     torch.memory_format, torch.layout,
@@ -44,12 +54,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A result of a call, in memory of its own."""
+    """A result of a call. ``offset``: where in the memory of the first argument it begins, counted
+    from where that begins; ``None`` for a result in memory of its own.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +91,7 @@ class RepeatedCalls:
         here.
         """
         # Dynamic sizes are compared by what was asked of them, which each call may add to.
-        if self._mode.shape_env is not None or function in _BY_SETTINGS:
+        if self._mode.shape_env is not None or function in _BY_MORE:
             return None
         if not isinstance(function, _IN_C) and function not in _IN_PYTHON:
             return None
@@ -94,12 +107,25 @@ class RepeatedCalls:
             return None
         return tuple(parts)
 
-    def results(self, key: Hashable) -> Any:
+    def view(self, function: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """What ``x[index]`` gives by numbers and slices; ``None`` for all else."""
+        if function is not torch.Tensor.__getitem__ or self._mode.shape_env is not None:
+            return None
+        viewed, index = args
+        if not _keeps_views(viewed) or (part := indexed_part(viewed, index)) is None:
+            return None
+        result = _Result(part.shape, part.stride, viewed.dtype, viewed.requires_grad, part.offset)
+        made: torch.Tensor = self._new(_Results((result,), None), [viewed])
+        return made
+
+    def results(self, key: Hashable, inputs: Sequence[torch.Tensor]) -> Any:
         """New results of a call that was run before; ``None`` if they are not known."""
         found = self._known.get(key)
-        if found is None:
-            return None
-        made = [self._made(result) for result in found.of]
+        return None if found is None else self._new(found, inputs)
+
+    def _new(self, found: _Results, inputs: Sequence[torch.Tensor]) -> Any:
+        """New tensors for results, of which views are in the memory of the first input."""
+        made = [self._made(result, inputs[0]) for result in found.of]
         # Results with a gradient must have a node of autograd behind them, as real ones do.
         flows = [x for x, result in zip(made, found.of, strict=True) if result.requires_grad]
         if flows:
@@ -124,11 +150,19 @@ class RepeatedCalls:
         if len({x.untyped_storage()._cdata for x in tensors}) == len(tensors):
             self._known[key] = _Results(tuple(r for r in results if r is not None), kind)
 
-    def _made(self, result: _Result) -> torch.Tensor:
+    def _made(self, result: _Result, viewed: torch.Tensor) -> torch.Tensor:
         with in_kernel_invocation_manager(self._mode):
-            memory = torch.empty_strided(
-                result.shape, result.stride, dtype=result.dtype, device="meta"
-            )
+            if result.offset is None:
+                memory = torch.empty_strided(
+                    result.shape, result.stride, dtype=result.dtype, device="meta"
+                )
+            else:
+                memory = torch.empty(0, dtype=result.dtype, device="meta").set_(
+                    viewed.untyped_storage(),
+                    viewed.storage_offset() + result.offset,
+                    result.shape,
+                    result.stride,
+                )
         return FakeTensor(self._mode, memory, _CPU)
 
 
@@ -157,7 +191,7 @@ def _add(parts: list[Any], arg: Any) -> None:
         # Not where in its memory it begins: new results do not follow from that, and each step of
         # a loop reads another place of one tensor.
         place = (arg.shape, arg.stride())
-        parts.extend((kind, *place, arg.dtype, arg.requires_grad, arg.is_neg()))
+        parts.extend((kind, *place, arg.dtype, arg.requires_grad, arg.is_leaf, arg.is_neg()))
     elif kind in (tuple, list, torch.Size):
         parts.extend((kind, len(arg)))
         for item in arg:
@@ -174,6 +208,20 @@ def _add(parts: list[Any], arg: Any) -> None:
         raise _NotPlain
 
 
+def _keeps_views(tensor: Any) -> bool:
+    """Whether no write to a tensor can change what its views say of gradients
+    ([Note: views that are run each time]).
+    """
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.is_inference():
+        return False
+    if tensor.dtype.is_complex or tensor.layout is not torch.strided or tensor.is_neg():
+        return False
+    if not tensor.dtype.is_floating_point:
+        return True
+    # Torch refuses writes to views of leaves.
+    return tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled()
+
+
 def _described(tensor: Any, inputs: Sequence[torch.Tensor]) -> _Result | None:
     """What a result is like; ``None`` if a new tensor would not be."""
     if type(tensor) is not FakeTensor or any(tensor is x for x in inputs):
@@ -186,9 +234,15 @@ def _described(tensor: Any, inputs: Sequence[torch.Tensor]) -> _Result | None:
     if tensor.is_neg() or (tensor.requires_grad and not torch.is_grad_enabled()):
         return None
     memory = tensor.untyped_storage()
-    if any(x.untyped_storage()._cdata == memory._cdata for x in inputs):
-        return None
     shape, stride = tuple(tensor.shape), tensor.stride()
+    viewed = [x for x in inputs if x.untyped_storage()._cdata == memory._cdata]
+    if viewed:
+        (first, *others) = viewed
+        keeps = first is inputs[0] and not others and _keeps_views(first)
+        if not keeps or (first.dtype, first.requires_grad) != (tensor.dtype, tensor.requires_grad):
+            return None
+        offset = int(tensor.storage_offset()) - int(first.storage_offset())
+        return _Result(shape, stride, tensor.dtype, tensor.requires_grad, offset)
     reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
     nbytes = (reach if tensor.numel() else 0) * tensor.element_size()
     if tensor.storage_offset() or memory.nbytes() != nbytes:

@@ -117,17 +117,16 @@ def split_dims(
         own = inside.of(graph, builder.graph) if inside else None
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
-            own_classes, split = outside, None
-            # Operators of experts follow their own rule along the axis.
-            if own is not None and runs_experts(op, graph, own.experts):
-                own_classes, split = own.classes, exchange_of(op, graph, own.tokens, own.experts)
-            split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
+            cut = builder.pieces(op)
+            split = split_by_rule(op, graph, outside, own, num_pieces, cut)
             if alone and is_convolution(op) and _is_uneven(op, split, num_pieces):
-                split = _split_alone(op, num_pieces, builder.pieces(op)) or split
+                split = _split_alone(op, num_pieces, cut) or split
             if split is not None:
                 splits[op.name] = split
             else:
-                note_fallback(builder, op, graph, axis, own_classes)
+                is_inside = own is not None and runs_experts(op, graph, own.experts)
+                meant = own.classes if own is not None and is_inside else outside
+                note_fallback(builder, op, graph, axis, meant)
         # Operators that split nothing pass partial sums on, or compute everywhere: the cheaper one.
         labels = label(graph, splits, num_pieces)
         if positions is not None:
@@ -183,6 +182,23 @@ def _gather_again(
             # ``G``: the product reads it whole, and it lies in pieces: it is gathered in front.
             if letter == "G" and value.name in cut and value.takes_gradient:
                 builder.gather(value.name, AGAIN)
+
+
+def split_by_rule(
+    op: IROp,
+    graph: IRGraph,
+    classes: set[int],
+    inside: InsideExperts | None,
+    num_pieces: int,
+    cut: Mapping[str, int],
+) -> Strategy | None:
+    """The strategy along an axis that splits these classes, or what is ``inside`` of experts, if
+    the operator has one. ``cut``: as in :func:`split_of`.
+    """
+    if inside is None or not runs_experts(op, graph, inside.experts):
+        return split_of(op, graph, classes, num_pieces, cut)
+    exchanged = exchange_of(op, graph, inside.tokens, inside.experts)
+    return exchanged or split_of(op, graph, inside.classes, num_pieces, cut)
 
 
 def split_of(

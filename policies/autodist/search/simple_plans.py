@@ -1,8 +1,8 @@
 """The plans of the simple policies on the meshes of a search, so that none of them is better than
 its answer.
 
-``tp``, ``data``, ``cp``, ``tensor``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with
-the code of a search. One of their plans may still take less than all candidates:
+``tp``, ``data``, ``ep``, ``cp``, ``tensor``, ``pp`` and ``hybrid`` split dims by rule, and cut
+stages with the code of a search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
 - memory binds, and their placement holds less than those that the search has chosen before it cuts
@@ -29,6 +29,7 @@ from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import Assignment, Strategy, factor_axes
+from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.passes.unused_outputs import needed
@@ -56,7 +57,7 @@ from shardwright.policies.context_axes import ContextAxis, split_context, turns_
 from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import with_regions
 from shardwright.policies.sequences import Positions, sequence_classes
-from shardwright.policies.splits import split_dims, split_of
+from shardwright.policies.splits import InsideExperts, split_by_rule, split_dims
 from shardwright.policies.tensor import gathers_in_mode, split_in_mode
 from shardwright.policies.tensor_modes import AXES as MODE_AXES
 from shardwright.policies.tensor_modes import Mode
@@ -120,7 +121,8 @@ def simple_plans(
 ) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
-    short; of one axis, either. An axis that deals in zigzag splits the sequence. Two and three axes
+    short; of one axis, either. An axis that splits the batch may split experts in the place of
+    their tokens. An axis that deals in zigzag splits the sequence. Two and three axes
     are those of a mode of ``tensor``, too. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
     shared by all meshes. ``later``: gets the plans that take more than the memory if all positions
@@ -319,6 +321,14 @@ class Way:
     whose: str = "a simple policy"
 
 
+@dataclass(frozen=True)
+class _Dims:
+    """The dim classes that an axis splits. ``inside``: what it splits of experts, if not these."""
+
+    classes: frozenset[int]
+    inside: InsideExperts | None = None
+
+
 class Rules:
     """What the rules of the simple policies say of one graph, worked out once for all meshes."""
 
@@ -326,7 +336,7 @@ class Rules:
         self.graph, self._config = graph, config
         self._choosers: dict[int, Chooser] = {}
         self._plans_along: dict[tuple[str, int], Plan] = {}
-        self._splits_along: dict[tuple[frozenset[int], int], dict[str, Strategy]] = {}
+        self._splits_along: dict[tuple[str, int], dict[str, Strategy]] = {}
         self._mode_plans: dict[tuple[Mode, tuple[int, ...]], Plan] = {}
 
     @cached_property
@@ -378,19 +388,17 @@ class Rules:
             1: [("batch",), ("inner",)],
             2: [("batch", "inner")],
         }
+        if self._experts:
+            # Over two axes, experts lie over nodes and the ranks within them.
+            named[1].append((EXPERTS,))
+            named[2] += [(EXPERTS, "inner"), ("batch", EXPERTS), (EXPERTS, EXPERTS)]
         for rules in named.get(len(mesh.axes), []):
             # A model without a batch has no data parallelism.
             with contextlib.suppress(PlanError):  # no batch
-                classes = [
-                    self._classes(rule, size)
-                    for rule, (_, size) in zip(rules, mesh.axes, strict=True)
-                ]
-                yield Way(
-                    self._splits(mesh, classes, one_by_one=True), partial(self.plan, mesh, rules)
-                )
+                yield Way(self._splits(mesh, rules), partial(self.plan, mesh, rules))
         # Two axes may both split inner dims, where these are short.
         if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
-            yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
+            yield Way(self._splits_of_pair(mesh, pair), partial(self._pair, mesh, pair))
         # An axis with a name splits what its name says, and not what a mode would have it split.
         if set(mesh.names) <= set(AXIS_NAMES):
             yield from self._mode_ways(mesh)
@@ -454,7 +462,7 @@ class Rules:
         for axis, size in mesh.axes:
             if axis != along and rule is not None:
                 positions = Positions() if rule == WITH_POSITIONS else None
-                split_dims(builder, axis, self._classes(rule, size), positions=positions)
+                split_dims(builder, axis, set(self._dims(rule, size).classes), positions=positions)
         split_context(builder, [ContextAxis(along, mesh.axis_size(along), mode)], {})
         return builder.plan("autodist")
 
@@ -481,17 +489,27 @@ class Rules:
         """The plan of the whole model on a mesh of one axis."""
         if (rule, size) not in self._plans_along:
             builder = self.graph.builder(mesh={AXIS: size})
-            split_dims(builder, AXIS, self._classes(rule, size))
+            dims = self._dims(rule, size)
+            split_dims(builder, AXIS, set(dims.classes), dims.inside)
             self._plans_along[rule, size] = builder.plan("autodist")
         return self._plans_along[rule, size]
 
-    def _classes(self, rule: str, size: int) -> set[int]:
+    @cached_property
+    def _experts(self) -> set[int]:
+        """The dim classes of experts."""
+        assert self.graph.dims is not None
+        return {dim.index for dim in self.graph.dims.named(EXPERTS)}
+
+    def _dims(self, rule: str, size: int) -> _Dims:
         """The dim classes that a rule splits over so many ranks."""
-        return (
-            batch_classes(self.graph)
-            if rule == "batch"
-            else self._chooser(size).choose(size).classes
-        )
+        if rule in ("inner", WITH_POSITIONS):
+            return _Dims(frozenset(self._chooser(size).choose(size).classes))
+        batch = batch_classes(self.graph)
+        if rule == EXPERTS:
+            # Tokens are exchanged for experts, as in policy ``ep``.
+            inside = InsideExperts(self._experts, self._experts, batch)
+            return _Dims(frozenset(batch), inside)
+        return _Dims(frozenset(batch))
 
     def _pair_classes(self, mesh: Mesh) -> list[set[int]] | None:
         """The inner dim classes of both axes; ``None`` where no dim is too short for one axis."""
@@ -503,37 +521,36 @@ class Rules:
             self._choosers[num_ranks] = Chooser(self.graph, num_ranks)
         return self._choosers[num_ranks]
 
-    def _splits(
-        self, mesh: Mesh, classes: Sequence[set[int]], *, one_by_one: bool
-    ) -> dict[str, dict[str, Strategy]]:
-        """What axes split that are given these classes, ``one_by_one`` or each as what the one
-        before it has left.
-        """
+    def _splits(self, mesh: Mesh, rules: Sequence[str]) -> dict[str, dict[str, Strategy]]:
+        """What axes split by these rules, each as if it were alone."""
         found: dict[str, dict[str, Strategy]] = {}
-        for (axis, size), own in zip(mesh.axes, classes, strict=True):
-            along = (
-                self._split_along(own, size)
-                if one_by_one or not found
-                else self._split_within(own, size, found, mesh)
-            )
-            for name, strategy in along.items():
+        for (axis, size), rule in zip(mesh.axes, rules, strict=True):
+            if (rule, size) not in self._splits_along:
+                dims = self._dims(rule, size)
+                self._splits_along[rule, size] = self._split_within(dims, size, {}, Mesh(()))
+            for name, strategy in self._splits_along[rule, size].items():
                 found.setdefault(name, {})[axis] = strategy
         return found
 
-    def _split_along(self, classes: set[int], size: int) -> dict[str, Strategy]:
-        key = frozenset(classes), size
-        if key not in self._splits_along:
-            self._splits_along[key] = self._split_within(classes, size, {}, Mesh(()))
-        return self._splits_along[key]
+    def _splits_of_pair(
+        self, mesh: Mesh, pair: Sequence[set[int]]
+    ) -> dict[str, dict[str, Strategy]]:
+        """What two axes split that are given these classes, the second what the first has left."""
+        found: dict[str, dict[str, Strategy]] = {}
+        for (axis, size), own in zip(mesh.axes, pair, strict=True):
+            dims = _Dims(frozenset(own))
+            for name, strategy in self._split_within(dims, size, found, mesh).items():
+                found.setdefault(name, {})[axis] = strategy
+        return found
 
     def _split_within(
-        self, classes: set[int], size: int, before: Mapping[str, Assignment], mesh: Mesh
+        self, dims: _Dims, size: int, before: Mapping[str, Assignment], mesh: Mesh
     ) -> dict[str, Strategy]:
-        found: dict[str, Strategy] = {}
+        graph, found = self.graph, dict[str, Strategy]()
         for op in self.needed.ops:
             axes = factor_axes(before.get(op.name, {}), mesh)
             cut = {factor: math.prod(map(mesh.axis_size, names)) for factor, names in axes.items()}
-            split = split_of(op, self.graph, classes, size, cut)
+            split = split_by_rule(op, graph, set(dims.classes), dims.inside, size, cut)
             if split is not None:
                 found[op.name] = split
         return found

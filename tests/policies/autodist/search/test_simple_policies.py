@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import expert_models
 import plans
 import pytest
 from planning import slow_machine
 
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
@@ -414,6 +416,35 @@ def test_the_rules_give_on_two_axes_what_policies_give() -> None:
     assert notes and {note.axis for note in notes} == {"tp"}
 
 
+@pytest.mark.parametrize(
+    ("axes", "splits", "options"),
+    [
+        ({"ep": 4}, (EXPERTS,), {}),
+        ({"ep": 2, "ep2": 2}, (EXPERTS, EXPERTS), {"ep": (2, 2)}),
+        ({"dp": 2, "ep": 2}, ("batch", EXPERTS), {"ep": 2}),
+        ({"ep": 2, "tp": 2}, (EXPERTS, "inner"), {"dp": 2, "tp": 2, "ep": 2, "etp": 2}),
+    ],
+)
+def test_the_rules_split_experts_as_policies_do(
+    axes: dict[str, int], splits: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    entry = expert_models.get(expert_models.BY_HAND)
+    graph = plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    rules, mesh = Rules(graph, config), Mesh.of(axes)
+    policy = "hybrid" if "tp" in options else "ep"
+    stages = {"num_stages": 1, "num_microbatches": 1} if "tp" in options else {}
+    made = find_policy(policy).apply(graph, replace(config, pas_config=options | stages))
+    plan = made if isinstance(made, Plan) else made.plan
+    assert rules.plan(mesh, splits).strategies == plan.strategies
+    ways = [
+        way.plan().strategies
+        for way in rules.ways(Mesh.of({"x": 4} if len(axes) == 1 else {"x": 2, "y": 2}))
+    ]
+    asked = {op: list(along.values()) for op, along in plan.strategies.items()}
+    assert asked in [{op: list(along.values()) for op, along in way.items()} for way in ways]
+
+
 @pytest.mark.parametrize("memory_bytes", [float("inf"), 1e9])
 def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     memory_bytes: float,
@@ -468,10 +499,14 @@ def test_plans_in_zigzag_come_first_where_attention_is_much(
     assert [found is not None and bool(found.plan.mesh.turns) for found in best[:1]] == [much]
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven"])
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven", expert_models.BY_HAND])
 def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
     """Before a plan is made, it is known what its operators take."""
-    graph = plans.zoo_graph(name)
+    if name == expert_models.BY_HAND:
+        entry = expert_models.get(name)
+        graph = plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    else:
+        graph = plans.zoo_graph(name)
     config, hardware = ComputeConfig(plan_ngpus=8, runtime_ngpus=8), slow_machine(8)
     rules = Rules(graph, config)
     num_ways = 0

@@ -138,15 +138,19 @@ class Cutter:
         """The places at which stages 1, 2, ... begin, whatever memory they take; None where there
         are too few places.
         """
-        found = self._cut(cut_request, float("inf"))
+        found = self._cut(cut_request, float("inf"), is_bounded=False)
         if isinstance(found, NoFit) or found.chosen is None:
             return None
         return [
             found.chosen.prediction.starts[stage.start] for stage in found.chosen.split.stages[1:]
         ]
 
-    def _cut(self, cut_request: CutRequest, memory_bytes: float) -> _Cuts | NoFit:
-        """The best stages of every chain, and which of them is chosen."""
+    def _cut(
+        self, cut_request: CutRequest, memory_bytes: float, *, is_bounded: bool = True
+    ) -> _Cuts | NoFit:
+        """The best stages of every chain, and which of them is chosen. ``is_bounded``: whether
+        their bound is wanted; else it is 0.
+        """
         needed = float("inf")
         bounds: list[
             float
@@ -161,7 +165,7 @@ class Cutter:
             prediction = Prediction(
                 cut_request, costs, starts, messages, self.space.num_microbatches
             )
-            split = self._stages(prediction, memory_bytes)
+            split = self._stages(prediction, memory_bytes, is_bounded=is_bounded)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
                 continue
@@ -338,19 +342,22 @@ class Cutter:
             self._costs[key] = block_costs(walk, starts, parts, None if named is None else is_named)
         return self._costs[key]
 
-    def _stages(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+    def _stages(
+        self, prediction: Prediction, memory_bytes: float, *, is_bounded: bool
+    ) -> Split | NoFit | NoGain:
         """The best stages. Where the schedule is another than the one they are cut for, what they
         compute again is chosen for all of a position together, and they are moved, where nobody
         said where they begin. Bytes are those of a position.
         """
         named_schedule = prediction.cut_request.named_schedule
-        found = self._split(prediction, memory_bytes)
+        found = self._split(prediction, memory_bytes, is_bounded=is_bounded)
         if _is_modelled(prediction.cut_request) or isinstance(found, NoGain):
             return found
         positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
         # With even shares; with others the stages that take least of these may.
         if isinstance(found, NoFit):
-            found = self._split(prediction, found.needed_bytes * named_schedule.chunks * (1 + 1e-9))
+            enough_bytes = found.needed_bytes * named_schedule.chunks * (1 + 1e-9)
+            found = self._split(prediction, enough_bytes, is_bounded=is_bounded)
             needed = (
                 positions.least_bytes(found.stages) if isinstance(found, Split) else float("inf")
             )
@@ -390,7 +397,9 @@ class Cutter:
                 found.append(replace(split, stages=fitted[0], used_bytes=fitted[1]))
         return found
 
-    def _split(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+    def _split(
+        self, prediction: Prediction, memory_bytes: float, *, is_bounded: bool
+    ) -> Split | NoFit | NoGain:
         """The best stages, where several on one position share its memory evenly. Bytes are those
         of a stage.
         """
@@ -409,6 +418,7 @@ class Cutter:
             below_s=cut_request.below_s,
             limit_bytes=self.space.memory_bytes,
             alone=_alone(cut_request, count),
+            is_bounded=is_bounded,
         )
 
     def _candidate(self, cut: _Cut) -> Candidate:

@@ -128,6 +128,7 @@ def split_stages(
     below_s: float = float("inf"),
     limit_bytes: float | None = None,
     alone: Sequence[int] | None = None,
+    is_bounded: bool = True,
 ) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
@@ -137,7 +138,8 @@ def split_stages(
     lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
     ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the
     bound is of all such splits. ``alone``: by stage the microbatches that it holds at once in any
-    case, whatever shares its position, for the bound too.
+    case, whatever shares its position, for the bound too. ``is_bounded``: whether a bound is
+    wanted; else it is 0.
     """
     # The costs of all stretches of blocks as stages, for each placement.
     tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
@@ -171,7 +173,7 @@ def split_stages(
         stages.append(Stage(start, stop, placements[index].num_devices, index, recomputed))
         used = max(used, table.used_bytes(start, stop, recomputed, count))
     # A lower bound of all splits, to say how good this one is.
-    bound = paths.bound(float(cost), surely, most_bytes)
+    bound = paths.bound(float(cost), surely, most_bytes) if is_bounded else 0.0
     return Split(tuple(stages), float(cost), min(float(cost), bound), used)
 
 
@@ -208,12 +210,17 @@ Step = dict[int, dict[int, tuple[NDArray[np.intp], NDArray[np.intp]]]]
 its placement and the number of lots used behind it.
 """
 
+BandedStage = tuple[Band, Array, Array]
+"""The stages that may be with one placement, and two tables of them within the band: for the best
+split seconds and what is counted of them, for bounds what counts of a stage itself and of those
+before it.
+"""
+
+Allowed = dict[tuple[int, int], BandedStage]
+"""The stages that a limit allows, by identity of their prices and of the message before them."""
+
 OwnAndFill = tuple[list[Array], list[Array]]
 """What counts of a stage itself and of a stage before it, for each placement."""
-
-
-BandedStage = tuple[Band, Array, Array]
-"""The stages that may be with one placement, what counts of each itself, and of each before it."""
 
 
 def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
@@ -238,14 +245,16 @@ class _Paths:
         self.sizes = [placement.num_devices // self.unit for placement in placements]
         self.tables, self.num_lots, self.num_stages = tables, num_devices // self.unit, num_stages
         self.num_microbatches, self.between = num_microbatches, between
+        self._messages: dict[tuple[int, int, int], Array] = {}
         self.num_blocks = len(tables[0].blocks) if tables else 0
 
     def best(self, priced: Sequence[Priced], below_s: float) -> tuple[float, Path] | None:
         """The least cost below ``below_s``, and its path; ``priced``: by stage."""
         best, limit = None, below_s
         least = below_s
+        allowed = Allowed()
         while True:
-            found = self.least_sum(priced, limit)
+            found = self.least_sum(priced, limit, allowed)
             if found is None:
                 return best
             total, peak, path = found
@@ -257,17 +266,21 @@ class _Paths:
                 return best
             limit = np.nextafter(peak, -np.inf)
 
-    def least_sum(self, priced: Sequence[Priced], limit: float) -> tuple[float, float, Path] | None:
+    def least_sum(
+        self, priced: Sequence[Priced], limit: float, allowed: Allowed | None = None
+    ) -> tuple[float, float, Path] | None:
         """The least sum of stage times with no stage's counted seconds above ``limit``: ``(sum,
-        largest counted, path)``.
+        largest counted, path)``. ``allowed``: what was allowed with the same ``priced`` and a
+        higher limit; what this one allows takes its place.
         """
         if not self.num_blocks:
             return None
         # Before the first stage, whose number is -1, nothing is used and nothing is done.
         before: Reached = {-1: {0: self._nothing()}}
         steps: list[Step] = []
+        known = Allowed() if allowed is None else allowed
         # By table and message: stages that hold equally many share them.
-        allowed: dict[tuple[int, int], tuple[Band, Array]] = {}
+        stages_s: dict[tuple[int, int], Array] = {}
         # One stage more each round.
         for listed in priced:
             step, after = Step(), Reached()
@@ -276,13 +289,17 @@ class _Paths:
                 stop_lots = used + self.sizes[index]
                 for message, sums, origins in self._arrivals(before, index, used):
                     key = (id(listed[index]), id(message))
-                    if key not in allowed:
-                        allowed[key] = self._allowed(listed[index], message, limit)
-                    band, stage_s = allowed[key]
+                    if key not in stages_s:
+                        known[key] = self._allowed(
+                            known.get(key) or self._all(listed[index], message), limit
+                        )
+                        band, time, counted = known[key]
+                        stages_s[key] = np.where(counted <= limit, time, np.inf)
+                    band = known[key][0]
                     if not band.width:
                         continue
                     # All starts at once; the best start for each stop.
-                    times = band.at_start(sums) + stage_s
+                    times = band.at_start(sums) + stages_s[key]
                     rows = times.argmin(axis=0)
                     values, starts = times[rows, band.stops], band.starts[rows, band.stops]
                     if not np.isfinite(values).any():
@@ -371,25 +388,32 @@ class _Paths:
     def _message(self, origin: int, index: int, used: int) -> Array | None:
         if origin < 0 or self.between is None:
             return None
-        return self.between.message_s(origin, index, used * self.unit)
+        # Kept, as tables are told apart by identity.
+        at = origin, index, used
+        if at not in self._messages:
+            self._messages[at] = self.between.message_s(origin, index, used * self.unit)
+        return self._messages[at]
 
     def _fits(self, index: int, used: int) -> bool:
         return self.between is None or self.between.fits(index, used * self.unit)
 
-    def _allowed(
-        self, priced: tuple[Array, Array], message: Array | None, limit: float
-    ) -> tuple[Band, Array]:
-        """The seconds of every stage with a message before it; infinite where more than the limit
-        counts.
-        """
+    def _all(self, priced: tuple[Array, Array], message: Array | None) -> BandedStage:
+        """All stages that fit, with a message before them."""
         time, counted = priced
         if message is not None:
             time = time + message
             if self.num_microbatches > 1:
                 counted = counted + (self.num_microbatches - 1) * message
-        is_allowed = (counted <= limit) & np.isfinite(time)
-        band = band_of(self.num_blocks, most_blocks(is_allowed))
-        return band, band.of(np.where(is_allowed, time, np.inf))
+        band = band_of(self.num_blocks, most_blocks(np.isfinite(time)))
+        return band, band.of(time), band.of(counted)
+
+    def _allowed(self, stage: BandedStage, limit: float) -> BandedStage:
+        """The stages that count no more than the limit, in the narrowest band that has them."""
+        band, time, counted = stage
+        rows = np.flatnonzero((counted <= limit).any(axis=1))
+        first = int(rows[0]) if len(rows) else band.width
+        narrow = band_of(self.num_blocks, band.width - first)
+        return narrow, time[first:], counted[first:]
 
     # ---------------------------------------------------------------------------------------------
     # bounds
@@ -401,7 +425,7 @@ class _Paths:
         ``counts[k]`` microbatches at once. SearchResult by bisection below ``upper``, where one of
         them ends if they are larger.
         """
-        tables = self._with_again(counts, memory_bytes)
+        tables = self._with_again(counts, memory_bytes, upper)
         # Bisection. The invariant: some split keeps within ``high``; none is known that keeps
         # within ``low``.
         low, high = 0.0, upper
@@ -442,12 +466,22 @@ class _Paths:
         nothing = [np.where(np.isfinite(own), 0.0, np.inf) for own in alone]
         return [(alone, nothing), (work, fill)]
 
-    def _with_again(self, counts: Sequence[float], memory_bytes: float) -> list[list[OwnAndFill]]:
-        """The bounds of each stage, with what has to be computed again."""
+    def _with_again(
+        self, counts: Sequence[float], memory_bytes: float, upper: float
+    ) -> list[list[OwnAndFill]]:
+        """The bounds of each stage, with what has to be computed again; of stages that take more
+        than ``upper`` in any case, without that.
+        """
         (alone, nothing), (work, fill) = self._bound_tables
+        within = [
+            (own <= upper) & (longest <= upper) for own, longest in zip(alone, work, strict=True)
+        ]
         by_count: dict[float, tuple[OwnAndFill, OwnAndFill]] = {}
         for count in dict.fromkeys(counts):
-            again = [table.again_s(count, memory_bytes, least=True) for table in self.tables]
+            again = [
+                table.again_s(count, memory_bytes, least=True, within=some)
+                for table, some in zip(self.tables, within, strict=True)
+            ]
             longer = [self.num_microbatches * seconds for seconds in again]
             # What has to be computed again in a backward is waited for, too.
             before = [

@@ -71,6 +71,13 @@ class PlacedBlocks:
         """What stages can compute again; the same for all schedules."""
         return StageFrontiers([block.again for block in self.blocks])
 
+    @functools.cached_property
+    def most_saved(self) -> Array:
+        """``[start, stop]``: the bytes of a microbatch that computing all blocks again saves."""
+        return ranges(
+            [max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks]
+        )
+
 
 class StageCosts:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
@@ -102,7 +109,7 @@ class StageCosts:
         self.work_s = self.forward_s + self.backward_s
         self.fill_s = self.forward_s if splits_backward else self.work_s
         self.activation_bytes = ranges([b.activation_bytes for b in blocks])
-        self._frontiers = placement.frontiers
+        self._frontiers, self._most_saved = placement.frontiers, placement.most_saved
 
     def priced(self, count: float, memory_bytes: float) -> tuple[Array, Array]:
         """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches
@@ -114,14 +121,24 @@ class StageCosts:
             counted += (self.num_microbatches - 1) * time
         return time, counted
 
-    def again_s(self, count: float, memory_bytes: float, *, least: bool = False) -> Array:
+    def again_s(
+        self,
+        count: float,
+        memory_bytes: float,
+        *,
+        least: bool = False,
+        within: Array | None = None,
+    ) -> Array:
         """Seconds per microbatch of what a stage has to compute again; infinite where it does not
-        fit. ``least``: no less.
+        fit. ``least``: no less. ``within``: the stages that are asked for, by default all; of
+        others that fit it is 0.
         """
         found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
         # ``[start, stop]``: above 0 where a stage of these blocks is too large as it is.
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
         too_large = np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)
+        if within is not None:
+            too_large &= within
         for frontier, stages in self._frontiers.distinct(too_large):
             found[stages] = frontier.costs_of(lacking[stages] / count, least=least)
         return found
@@ -151,12 +168,9 @@ class StageCosts:
 
     def least_bytes(self, count: float) -> Array:
         """The bytes of every stage with all blocks computed again, as far as they can be."""
-        saved = ranges(
-            [max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks]
-        )
         return np.where(
             np.isfinite(self.work_s),
-            self.held_bytes + count * (self.activation_bytes - saved),
+            self.held_bytes + count * (self.activation_bytes - self._most_saved),
             np.inf,
         )
 

@@ -257,7 +257,7 @@ class _Finder:
             is_plain = products.cap is None and sinks is None
             others = {"scale": products.scale, "dropout_p": rate}
             made = self._grouped(op, query, key, value, others) if is_plain else None
-            return made and self._with_hidden_bias(made, mask, bias, hides)
+            return made and self._with_hidden_bias(made, mask, bias, hides, gives_zeros)
         hidden = mask
         if bias is not None:
             hidden, _ = self._of_added(bias.value) or (None, 0.0)
@@ -292,37 +292,50 @@ class _Finder:
         made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
         return self._with_sums(made, bias)
 
-    def _with_hidden_bias(self, made: IROp, mask: IRValue, bias: Bias, hides: float) -> IROp | None:
+    def _with_hidden_bias(
+        self, made: IROp, mask: IRValue, bias: Bias, hides: float, gives_zeros: bool
+    ) -> IROp | None:
         """Attention to scores to which a bias is added, and of which some are then filled with a
-        number; ``None`` where a query may see no key. What is added is the bias, or that number.
+        number. What is added is the bias, or that number.
         """
-        query, key = made.operands[:2]
+        query, key, value = made.operands[:3]
         lengths = query.shape[-2], key.shape[-2]
         marks = self._reader.of(mask, lengths)
-        if marks is None or not marks.all_see:
+        all_see = marks is not None and marks.all_see
+        # A query without keys has the mean of all values, where it has heads of its own and nothing
+        # is dropped.
+        has_mean = value.shape[1] == query.shape[1] and not may_be(
+            made.arg("dropout_p", 0.0), lambda rate: rate > 0
+        )
+        if not all_see and not has_mean:
             return None
         # Scores that a wider bias made wider are not torch's.
         if torch.promote_types(bias.value.dtype, query.dtype) != query.dtype:
             return None
         if not hides_nothing(self._reader, self._terms(bias), lengths):
             return None
-        new: list[IROp] = []
-
-        def make(target: str, tensors: tuple[IRValue, ...], others: dict[str, Arg]) -> IRValue:
-            name = unused(f"{made.name}_bias", self._taken)
-            shape = broadcast([x.shape for x in tensors])
-            value = replace(bias.value, name=name, shape=shape, dtype=query.dtype)
-            value = replace(value, kind=ValueKind.ACTIVATION, fqn=None)
-            op = self._made(made, target, tensors, others)
-            new.append(replace(op, name=name, results=(value,)))
-            return value
-
+        new = _NewOps(made, self._taken)
         added = bias.value
         if added.dtype != query.dtype:
-            added = make("to", (added,), {"dtype": query.dtype})
-        added = make("where", (mask, added), {"other": hides})
-        self.before[made.name] = tuple(new)
-        return self._with_sums(made.with_args(attn_mask=added), bias)
+            added = new.make("to", "bias", added, added.shape, (added,), {"dtype": query.dtype})
+        shape = broadcast([mask.shape, added.shape])
+        added = new.make("where", "bias", added, shape, (mask, added), {"other": hides})
+        made = made.with_args(attn_mask=added)
+        # What a query without keys gives is chosen behind the kernel, whose gradients are not exact
+        # there.
+        if not all_see:
+            shape = (*mask.shape[:-1], 1)
+            sees = new.make("any", "sees", mask, shape, (mask,), {"dim": -1, "keepdim": True})
+            other: Arg = 0.0 if gives_zeros else math.nan
+            if not gives_zeros and hides != -math.inf:
+                shape = (*value.shape[:2], 1, value.shape[3])
+                keep = {"dim": -2, "keepdim": True}
+                other = new.make("mean", "mean", value, shape, (value,), keep)
+            (result,) = made.results
+            attended = new.make(made.target, "attended", result, result.shape, (), dict(made.args))
+            made = self._made(made, "where", (sees, attended), {"other": other})
+        self.before[made.name] = tuple(new.ops)
+        return self._with_sums(made, bias)
 
     @staticmethod
     def _terms(bias: Bias) -> list[IRValue]:
@@ -456,6 +469,34 @@ class _Finder:
         # The least number of the dtype, or -inf: its softmax is 0. Any other number is a bias.
         hides = self._reader.number(other)
         return (mask, hides) if hides is not None and hides <= _LEAST else None
+
+
+class _NewOps:
+    """Operators that are new in front of one that was ``made``."""
+
+    def __init__(self, made: IROp, taken: set[str]) -> None:
+        self._made, self._taken = made, taken
+        self.ops: list[IROp] = []
+
+    def make(
+        self,
+        target: str,
+        name: str,
+        like: IRValue,
+        shape: tuple[Size, ...],
+        tensors: tuple[IRValue, ...],
+        others: Mapping[str, Arg],
+    ) -> IRValue:
+        """The result of a new operator: a value like another one, of a shape."""
+        name = unused(f"{self._made.name}_{name}", self._taken)
+        value = replace(like, name=name, shape=shape, kind=ValueKind.ACTIVATION, fqn=None)
+        if "dtype" in others:
+            value = replace(value, dtype=others["dtype"])
+        opdef = registry.get(target)
+        assert opdef is not None
+        args = opdef.bind(tensors, others)
+        self.ops.append(replace(self._made, name=name, target=target, args=args, results=(value,)))
+        return value
 
 
 def _are_plain(*tensors: IRValue) -> bool:

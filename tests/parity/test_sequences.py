@@ -483,9 +483,8 @@ class ByHand(nn.Module):
         elif self.kind == "documents":
             others = documents[:, None, :, None] != documents[:, None, None, :]
             hidden, least = hidden | others, torch.finfo(scores.dtype).min
-        elif self.kind == "slopes":  # ALiBi
-            scores = scores + self.slopes[:, None, None] * (place[None, :] - place[:, None])
-            least = torch.finfo(scores.dtype).min
+        elif self.kind == "slopes":
+            scores, least = scores + self.biases(place), torch.finfo(scores.dtype).min
         elif self.kind == "cap":
             scores, hidden = 3.0 * torch.tanh(scores / 3.0), ~(place[None, :] <= place[:, None])
         elif self.kind == "sinks":
@@ -493,18 +492,23 @@ class ByHand(nn.Module):
         elif self.kind.startswith("filled"):  # the first queries of a row see no key
             hidden, least = hidden | (documents == 0)[:, None, None, :], torch.finfo(x.dtype).min
             scores = 3.0 * torch.tanh(scores / 3.0) if "cap" in self.kind else scores
+            scores = scores + self.biases(place) if "slopes" in self.kind else scores
         scores = scores.masked_fill(hidden, least)
         if self.kind == "sinks":
             sinks = self.sinks[None, :, None, None].expand(2, 4, 7, 1)
             return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value).square().mean()
         return (scores.softmax(-1) @ value).square().mean()
 
+    def biases(self, place: Tensor) -> Tensor:
+        """ALiBi."""
+        return self.slopes[:, None, None] * (place[None, :] - place[:, None])
+
 
 @pytest.mark.parametrize(
     "kind",
     [
         *("zeros", "buffer", "padding", "documents", "cap", "sinks", "einsum", "turned einsum"),
-        *("filled", "filled cap", "slopes"),
+        *("filled", "filled cap", "slopes", "filled slopes"),
     ],
 )
 @pytest.mark.parametrize(

@@ -192,6 +192,33 @@ def test_a_query_without_keys_is_nan_where_scores_are_filled_with_infinity() -> 
     assert out.target == "where" and math.isnan(out.arg("other"))
 
 
+def filled(x: Tensor, counts: Tensor, least: float, rate: float = 0.0) -> Tensor:
+    """Scores with slopes of heads, filled by a mask that may leave a query no key."""
+    slopes = torch.arange(1.0, 4).to(x.dtype)[:, None, None] * torch.arange(6)
+    scores = (x @ x.transpose(2, 3) + slopes).masked_fill(~(earlier(x) & counts), least)
+    return F.dropout(scores.softmax(-1), rate) @ x
+
+
+def test_a_query_without_keys_beside_a_bias() -> None:
+    """It has the mean of all values where scores are filled with a number, and is nan with
+    infinity.
+    """
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+
+    def ops_of(least: float, rate: float = 0.0) -> list[IROp]:
+        module = Attention(lambda x, counts: filled(x, counts, least, rate))
+        return list(plans.annotated(plans.traced(module, inputs)).ops)
+
+    *_, mean, attention, out = ops_of(-1e38)
+    assert [mean.target, attention.target] == ["mean", "scaled_dot_product_attention"]
+    assert out.target == "where" and out.arg("other") == mean.results[0]
+    *_, attention, out = ops_of(-torch.inf)
+    assert attention.target == "scaled_dot_product_attention"
+    assert out.target == "where" and math.isnan(out.arg("other"))
+    # The mean of what dropout leaves of values is another one.
+    assert not [op for op in ops_of(-1e38, rate=0.1) if op.target in ATTENTION]
+
+
 def test_what_is_no_attention_keeps_its_spelling() -> None:
     """Beside attention that is found, whose product has another order of dims."""
 

@@ -209,10 +209,11 @@ PRESETS = {
     "H200": "h200",
     "B200": "b200",
     "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
 }
 """The preset of each device of the tables."""
 
-BLOCKS = {"GB200": 64}
+BLOCKS = {"GB200": 64, "GB300": 64}
 """How many devices of a rack a larger job gets, where it does not get all: NVIDIA's advice is 16 of
 18 trays of four, so that groups of experts do not lie in two racks (developer.nvidia.com, "Unlock
 Exascale Performance on NVIDIA GB200 NVL72 with Slurm Topology-Aware Job Scheduling").

@@ -203,7 +203,7 @@ def preset_names() -> tuple[str, ...]:
     )
 
 
-SHORT_NAMES = {"a100": "a100-80gb", "gb200": "gb200-nvl72"}
+SHORT_NAMES = {"a100": "a100-80gb", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72"}
 """Presets by what people call the device."""
 
 

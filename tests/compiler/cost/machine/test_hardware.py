@@ -26,7 +26,17 @@ from shardwright.compiler.cost.machine.hardware import (
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.runtime.errors import ConfigError
 
-PRESETS = ("a100-40gb", "a100-80gb", "b200", "cpu", "gb200-nvl72", "h100", "h200", "mi300x")
+PRESETS = (
+    "a100-40gb",
+    "a100-80gb",
+    "b200",
+    "cpu",
+    "gb200-nvl72",
+    "gb300-nvl72",
+    "h100",
+    "h200",
+    "mi300x",
+)
 
 SMALL: dict[str, Any] = {
     "format": 1,

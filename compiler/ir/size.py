@@ -218,8 +218,8 @@ def to_python(size: Size) -> str:
     raise TraceError(
         f"a dynamic size is computed in a way that cannot be written: {size}",
         why=f"no source form of {kind} is known",
-        hint="compute it with +, -, *, /, //, %, **, min, max and functions of math, or leave the "
-        "dim out of dynamic_dims",
+        hint="compute it with +, -, *, /, //, %, **, min, max, abs and functions of math, "
+        "or leave the dim out of dynamic_dims",
     )
 
 
@@ -236,6 +236,7 @@ _INFIX = {
     "PythonMod": "%",
 }
 _CALLS = {
+    "Abs": "abs",
     "CeilToInt": "math.ceil",
     "FloorToInt": "math.floor",
     "Max": "max",

@@ -92,6 +92,7 @@ def patched(
         stack.enter_context(varlen_attention_traced(replaced))
         stack.enter_context(_sizes_computed_with())
         stack.enter_context(_sizes_spelled())
+        stack.enter_context(_sizes_cut())
         stack.enter_context(_values_readable(real_values, questions))
         for owner, name, function in [*known_functions_of(module), *expert_loops_of(module)]:
             stack.enter_context(replaced(owner, name, function))
@@ -178,6 +179,31 @@ def _sizes_spelled() -> Iterator[None]:
 
             stack.enter_context(replaced(kind, "__repr__", written))
             stack.enter_context(replaced(kind, "__format__", formatted))
+        yield
+
+
+@contextmanager
+def _sizes_cut() -> Iterator[None]:
+    """Say where ``int(size * 0.5)`` makes a number of what follows from a dynamic size.
+
+    Python's ``int`` gives plain numbers alone. So the number becomes a condition, and calls with
+    sizes that give another one are refused; whoever has written the line does not expect that.
+    """
+    plain: Callable[[Any], int] = torch.SymFloat.__int__
+
+    def cut(number: torch.SymFloat) -> int:
+        made = plain(number)
+        if called_by_user():
+            warnings.warn(
+                f"{user_location()}: int() makes the number {made} of what follows from a dynamic "
+                "size, and calls whose sizes give another one are refused. Write math.floor(), "
+                "math.ceil() or //, which follow the size.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return made
+
+    with replaced(torch.SymFloat, "__int__", cut):
         yield
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -172,6 +176,27 @@ def test_the_text_of_a_size_is_that_of_the_dummy_arguments_and_is_said() -> None
     with pytest.warns(UserWarning, match="makes text of a dynamic size, which reads 4 in every"):
         graph = trace(LooksUp(), {"x": X}, dynamic_dims=ROWS)
     same_as_eager(graph, LooksUp(), {"x": X})
+
+
+class Cuts(nn.Module):
+    """Makes whole numbers of what follows from a size."""
+
+    def __init__(self, cut: Callable[[float], int]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: self.cut(x.shape[0] * 0.5)].sum() * self.cut(x.shape[0] / 3)
+
+
+def test_a_number_that_int_makes_of_a_size_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"test_dynamic.py:\d+: int\(\) makes the number 2 of"):
+        graph = trace(Cuts(int), {"x": X}, dynamic_dims=ROWS)
+    assert len(graph.conditions) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follows = trace(Cuts(math.floor), {"x": X}, dynamic_dims=ROWS)
+    assert not any("floor" in str(condition) for condition in follows.conditions)
 
 
 class Keys(nn.Module):

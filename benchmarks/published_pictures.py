@@ -57,6 +57,7 @@ def picture(study: str, points: Sequence[tuple[float, float]]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" '
             'font-family="sans-serif" font-size="10">',
+            f"<title>{study}: predicted over measured seconds of a step</title>",
             f'<rect width="{size}" height="{size}" fill="white"/>',
             f'<g transform="translate({MARGIN + 8},{MARGIN - 8})">',
             f'<text x="0" y="-8" font-size="12">{study}: {len(points)} rows</text>',

@@ -16,6 +16,7 @@ from tiny_folder import tiny_gpt2
 
 from shardwright.frontend.training.hooks import PLACES
 from shardwright.frontend.training.read_settings import read_run
+from shardwright.frontend.training.run_checks import check_settings
 from shardwright.runtime.ranks.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,9 @@ def test_the_settings_of_the_page(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    read = read_run(file, ["--steps", "100", "--epochs", "null"])
+    (options,) = re.findall(r"train -c run.yaml (.*) --print-config", PAGE)
+    read = read_run(file, options.split())
+    check_settings(read.settings)
     known = [line.split(": ")[0] for line in str(read).splitlines()]
     # Every name of the table is a setting: `.name` continues the section before it.
     table = PAGE.split("| setting | what it says |")[1].split("\n\n")[0]

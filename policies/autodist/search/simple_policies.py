@@ -36,10 +36,10 @@ from shardwright.policies.autodist.search.loss_pieces import most_saved_bytes
 from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
-    Rules,
     SimplePlan,
     simple_plans,
 )
+from shardwright.policies.autodist.search.simple_rules import Rules
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 

@@ -44,11 +44,11 @@ from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
-    Rules,
     SimplePlan,
     simple_plans,
 )
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
+from shardwright.policies.autodist.search.simple_rules import Rules
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.further_programs import (
+    constants_of,
     load_made,
     make_files,
     make_program,
@@ -229,9 +230,7 @@ def parallelize(
         )
         made = make_files(job, order, strategy)
         # Further programs, for calls with other sizes, on the parameters of the first.
-        others = job.every_rank_does(lambda: [order_like(order, a) for a in more_dummy_args])
-        job.agree(more_dummy_args=[other.directory.name for other in others])
-        made_of_others = [make_files(job, other, strategy) for other in others]
+        others, made_of_others = _further(job, order, more_dummy_args, strategy)
         if not load_module:
             return None
         loaded = _loaded_class(job, [order, *others], [made, *made_of_others])
@@ -242,9 +241,36 @@ def parallelize(
             programs = parallel.programs()
             programs.most = max_programs
             programs.compile_another = lambda given: make_program(
-                order_like(order, given), strategy
+                order_like(order, given, programs.constants()), strategy
             )
         return parallel.train(order.source.module.training)
+
+
+def _further(
+    job: Job,
+    order: Order,
+    more_dummy_args: Sequence[Mapping[str, Any]],
+    strategy: BroadcastGenFilesStrategy,
+) -> tuple[list[Order], list[str]]:
+    """The orders of the programs for further dummy arguments, and the fingerprints of their files.
+    Collective.
+    """
+    job.agree(more_dummy_args=len(more_dummy_args))
+    orders: list[Order] = []
+    made: list[str] = []
+    for given in more_dummy_args:
+        # Sets that differ in values alone are told apart by what was read so far.
+        directories = [one.directory for one in (order, *orders)]
+        read = job.first_rank_does(partial(_constants_of, directories))
+        orders.append(job.every_rank_does(partial(order_like, order, given, read)))
+        job.agree(more_dummy_args=[one.directory.name for one in orders])
+        made.append(make_files(job, orders[-1], strategy))
+    return orders, made
+
+
+def _constants_of(directories: Sequence[Path]) -> list[str]:
+    found = [path for directory in directories for path in constants_of(directory)]
+    return list(dict.fromkeys(found))
 
 
 def _loaded_class(

@@ -16,7 +16,8 @@ other subclasses of ``dict``      items                       ``cls(items)``
 any other object                  attributes, also slots      ``cls.__new__``, then its attributes
 ================================  ==========================  ====================================
 
-Everything in :data:`LEAF_TYPES` is a leaf.
+Everything in :data:`LEAF_TYPES` is a leaf, and so is what has a state that no attribute shows:
+numbers and arrays of NumPy, ``Decimal``, ``deque``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,38 @@ def kind(obj: Any) -> str:
     found = _EXACT.get(type(obj))
     if found is not None:
         return found
-    return "leaf" if isinstance(obj, LEAF_TYPES) else "object"
+    return "leaf" if isinstance(obj, LEAF_TYPES) or hides_state(obj) else "object"
+
+
+_IN_PYTHON = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE``: what a ``class`` statement makes has it, types written in C do not."""
+
+_SHOWS_ALL = (object, types.SimpleNamespace)
+"""Types written in C whose objects are as their attributes say."""
+
+
+@functools.cache
+def _hides(cls: type) -> bool:
+    if issubclass(cls, Mapping | list | tuple):
+        return False
+    return any(not base.__flags__ & _IN_PYTHON and base not in _SHOWS_ALL for base in cls.__mro__)
+
+
+def hides_state(obj: Any) -> bool:
+    """Whether an object has a state that none of its attributes shows, as arrays of NumPy have.
+    It cannot be built again from attributes. Of what is in :data:`LEAF_TYPES` nobody asks.
+    """
+    return not isinstance(obj, LEAF_TYPES) and _hides(type(obj))  # type: ignore[arg-type]
+
+
+def plain_number(value: Any) -> Any:
+    """A number of NumPy as Python's own; anything else as it is."""
+    is_number = (
+        type(value).__module__ == "numpy"
+        and getattr(value, "shape", None) == ()
+        and not hasattr(value, "__array_finalize__")
+    )
+    return value.item() if is_number else value
 
 
 def children(obj: Any) -> tuple[tuple[Any, Any], ...]:

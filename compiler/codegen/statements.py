@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -593,14 +594,18 @@ class StatementWriter:
 _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
 
 
+_COMPARED = (
+    IRValue, bool, int, float, complex, str, bytes, range, Enum, torch.dtype, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
 def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
-    """Path and value of every leaf of the arguments against which calls are checked."""
+    """Path and value of every leaf of the arguments against which calls are checked: tensors, and
+    what two calls can be compared by. Devices are each rank's own.
+    """
     found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
-    return [
-        (path, leaf)
-        for path, leaf in found
-        if leaf is None or isinstance(leaf, IRValue | bool | int | float | str)
-    ]
+    return [(path, leaf) for path, leaf in found if leaf is None or isinstance(leaf, _COMPARED)]
 
 
 _SHOWN_VALUES = 16

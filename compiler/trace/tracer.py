@@ -40,6 +40,7 @@ from shardwright.compiler.trace.values.literal_constants import LITERALS, Litera
 from shardwright.compiler.trace.values.questions import Questions
 from shardwright.compiler.trace.values.real_arguments import real_arguments
 from shardwright.compiler.trace.values.selecting import UNRECORDED, Selecting
+from shardwright.compiler.trace.values.sizes_read import sizes_read
 from shardwright.compiler.trace.values.value_checks import Unread, passing, unread
 from shardwright.compiler.trace.values.values_needed import VALUE_READERS, explained
 from shardwright.compiler.trace.writes import Writes
@@ -132,6 +133,8 @@ class Tracer(TorchFunctionMode):
         except Exception as error:
             # Some readers of values raise an exception of their own kind on fake tensors.
             if name in VALUE_READERS or _NO_DATA in str(error):
+                if self._constants.assume(sizes_read(name, args, kwargs)):
+                    return self._see(func, args, kwargs)
                 raise self._untraceable(func, name, args, error) from error
             raise
 
@@ -169,6 +172,9 @@ class Tracer(TorchFunctionMode):
         chosen = self._selecting.select(name, args, kwargs, untraceable)
         if chosen is not None:
             return chosen
+        # Sizes that follow from integer inputs: from here on these inputs are constants.
+        if self._constants.assume(sizes_read(name, args, kwargs)):
+            return self._see(func, args, kwargs)
         raise untraceable from error
 
     def _repeated(self, input: Any, repeats: Any = None, dim: int | None = None) -> Any:
@@ -280,7 +286,7 @@ class Tracer(TorchFunctionMode):
         """What a call gives that writes to its first argument; ``_NOT_WRITTEN`` for other calls."""
         if name == "__setitem__":
             args = (args[0], self._chosen_experts.index(args[1], args[1]), *args[2:])
-            args = (args[0], self._constants.slices(args[1]), *args[2:])
+            args = (args[0], self._known_slices(func, name, args), *args[2:])
         # From the most special to the most general: overwrites, draws, clamps, views, then any
         # ``f_``.
         if name in ("__setitem__", "copy_", "fill_", "zero_"):
@@ -301,6 +307,19 @@ class Tracer(TorchFunctionMode):
         if (functional := inplace.functional_form(func, name)) is not None:
             return self._writes.functional(func, functional, args, kwargs, args, kwargs)
         return _NOT_WRITTEN
+
+    def _known_slices(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """The index of a write, with numbers for the bounds of slices. A place that is written to
+        is a fact of the graph, so bounds with unknown values are refused here.
+        """
+        index = self._constants.slices(args[1])
+        unknown = list(sizes_read(name, (args[0], index), {}))
+        if unknown and self._constants.assume(unknown):
+            index = self._constants.slices(index)
+            unknown = list(sizes_read(name, (args[0], index), {}))
+        if unknown:
+            raise self._untraceable(func, name, tuple(unknown), TypeError(name))
+        return index
 
     def _run_open(
         self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

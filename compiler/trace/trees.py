@@ -39,7 +39,16 @@ def output_tree(recorder: Recorder, result: Any) -> Tree:
 def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
     kind = structure.kind(obj)
     if kind == "leaf":
-        return Tree("leaf", _leaf(recorder, obj))
+        literal = _leaf(recorder, obj)
+        if structure.hides_state(literal):
+            raise TraceError(
+                f"{what} of forward contains a {type(obj).__module__}.{type(obj).__qualname__}",
+                why="its value is in none of its attributes, so it can neither be compared between "
+                "calls nor built again",
+                hint="use a tensor (torch.from_numpy of an array), or numbers and strings of "
+                "Python",
+            )
+        return Tree("leaf", literal)
     # Only objects above this one count: the same one twice side by side is no circle.
     if id(obj) in seen:
         raise TraceError(
@@ -135,4 +144,4 @@ def _leaf(recorder: Recorder, leaf: Any) -> Any:
         return recorder.dynamic.size(leaf)
     if isinstance(leaf, torch.Size):
         return recorder.arg(tuple(leaf))
-    return RankDevice() if isinstance(leaf, torch.device) else leaf
+    return RankDevice() if isinstance(leaf, torch.device) else structure.plain_number(leaf)

@@ -7,7 +7,7 @@ does (``Order.like``), since it will run on that one's tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from shardwright.compiler.trace.values.known_inputs import holds_sizes
 from shardwright.frontend.files.broadcast_files import share_files
 from shardwright.frontend.files.job import Job, exchange_about
 from shardwright.frontend.files.module_files import Order, generate
-from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from shardwright.runtime.config import BroadcastGenFilesStrategy, ReuseType
 from shardwright.runtime.errors import ConfigError, LoadError, brief
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
+from shardwright.runtime.module.inputs import compiled_in
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.structure import flatten
 
@@ -42,8 +43,9 @@ def make_program(order: Order, strategy: BroadcastGenFilesStrategy) -> type[Para
         return job.every_rank_does(lambda: load_made(order.directory, made))
 
 
-def order_like(order: Order, given: Mapping[str, Any]) -> Order:
+def order_like(order: Order, given: Mapping[str, Any], read: Collection[str]) -> Order:
     """The order of a program on the tensors of another one, in a folder inside that one's.
+    ``read``: the inputs whose values the programs made so far have compiled in.
 
     The folder's name is the digest of what the program is made for: the arguments that are no
     tensors, the forms of the others, and the values of those that may decide sizes.
@@ -52,11 +54,11 @@ def order_like(order: Order, given: Mapping[str, Any]) -> Order:
         raise ConfigError(
             "more_dummy_args lists the arguments of forward, by name", why=f"it has {brief(given)}"
         )
-    leaves = flatten(dict(given))
+    leaves, known = flatten(dict(given)), {*order.config.constants, *read}
 
     def fact(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config)
+            return list(leaf.shape), str(leaf.dtype), _values(path, leaf, known)
         return repr(leaf)
 
     # What tells kinds of calls apart: shapes, dtypes, and values that are compiled in.
@@ -78,9 +80,14 @@ def order_like(order: Order, given: Mapping[str, Any]) -> Order:
     )
 
 
-def _values(path: str, leaf: Tensor, config: ComputeConfig) -> Any:
+def _values(path: str, leaf: Tensor, known: Collection[str]) -> Any:
     """The values of an input where they may decide sizes."""
-    return leaf.tolist() if path in config.constants or holds_sizes(leaf) else None
+    return leaf.tolist() if path in known or holds_sizes(leaf) else None
+
+
+def constants_of(directory: Path) -> list[str]:
+    """The inputs whose values the program in a directory has compiled in."""
+    return compiled_in(load_class(directory, rank=0).inputs)
 
 
 def _fingerprint(directory: Path) -> str:

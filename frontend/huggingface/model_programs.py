@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.trace.run import UPDATES_ARGUMENTS
+from shardwright.compiler.trace.values.known_inputs import HAVE_VALUES
 from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.further_programs import make_program
 from shardwright.frontend.files.module_files import Order
@@ -184,14 +185,16 @@ class Programs:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Compile for training too: calls inside generate() come without gradients. What forward puts
-    into a cache is put into the caller's own after the call.
+    into a cache is put into the caller's own after the call. The dummy arguments are zeros, so no
+    sizes are read from them.
     """
-    token = UPDATES_ARGUMENTS.set(True)
+    token, values = UPDATES_ARGUMENTS.set(True), HAVE_VALUES.set(False)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         UPDATES_ARGUMENTS.reset(token)
+        HAVE_VALUES.reset(values)
 
 
 def _axes_of_heads(wish: str) -> list[str]:

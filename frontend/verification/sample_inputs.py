@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.compiler.trace.values.known_inputs import holds_sizes
 from shardwright.runtime import structure
 from shardwright.runtime.errors import ConfigError
 
@@ -149,13 +148,13 @@ def _slots(part: nn.Module) -> list[str]:
 
 def rolled(args: Mapping[str, Any], number: int, constants: Container[str] = ()) -> dict[str, Any]:
     """Other inputs: the rows of every tensor moved on by ``number``, values of floating ones
-    scaled. ``constants``: the inputs that are the same in every call; tables of sizes are, too.
+    scaled. ``constants``: the inputs that are the same in every call.
     """
 
     def move(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or number == 0 or leaf.ndim == 0:
             return leaf
-        if path in constants or holds_sizes(leaf):
+        if path in constants:
             return leaf
         moved = leaf.roll(number, 0)
         # Rolled rows alone would have the same sum, which is all that some losses see.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.files.further_programs import constants_of
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.deviation import (
     BOUND,
@@ -53,6 +54,7 @@ from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.ranks.threads import shared_device
+from shardwright.runtime.structure import flatten
 
 if TYPE_CHECKING:
     from shardwright.frontend.verification.outside.outside_run import OutsideReport
@@ -228,15 +230,13 @@ def verify(
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples
+        # Declared or found, the values of these inputs are the same in every call.
+        constants = constants_of(compiled) if _has_integers(dummy_args) else []
         # Units must differ, or a reduction that takes one unit's gradient for all would pass.
-        given = inputs_per_unit or [
-            rolled(dummy_args, unit, config.constants) for unit in range(units)
-        ]
+        given = inputs_per_unit or [rolled(dummy_args, unit, constants) for unit in range(units)]
         # Each unit gets samples of its own: their numbers are dealt in turns.
         numbers = [number * units for number in range(num_samples)]
-        samples = [
-            [rolled(in_float64(x), number, config.constants) for number in numbers] for x in given
-        ]
+        samples = [[rolled(in_float64(x), number, constants) for number in numbers] for x in given]
         reduction = config.grad_reduction
 
         def alone(model: nn.Module, samples: Samples) -> Reference:
@@ -293,6 +293,12 @@ def verify(
         certificate,
         reference.paused,
     )
+
+
+def _has_integers(args: Mapping[str, Any]) -> bool:
+    """Whether a model may read sizes from the values of an argument."""
+    tensors = (leaf for leaf in flatten(dict(args)).values() if isinstance(leaf, torch.Tensor))
+    return any(not (x.is_floating_point() or x.is_complex()) for x in tensors)
 
 
 def _check_numbers(steps: int, num_samples: int | None) -> None:

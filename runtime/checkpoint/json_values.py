@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwright.runtime.argument_kinds import is_too_long
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
 from shardwright.runtime.errors import CheckpointError, brief
+from shardwright.runtime.structure import plain_number
 
 _SEQUENCES: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "tuple": (tuple, tuple),
@@ -38,7 +39,7 @@ def encode(value: Any, path: str) -> Any:
 
     Raises :class:`CheckpointError` for a value that has no form here.
     """
-    value = _plain_number(value)
+    value = plain_number(value)
     if is_too_long(value) or (isinstance(value, Tensor) and value.is_meta):
         raise CheckpointError(
             f"{path} cannot be saved",
@@ -77,19 +78,6 @@ def encode(value: Any, path: str) -> Any:
         "no pickled objects",
         hint="keep numbers, strings, lists, tuples, dicts or tensors there",
     )
-
-
-def _plain_number(value: Any) -> Any:
-    """A number of NumPy as Python's own, as learning rates from ``np.linspace`` and the like;
-    anything else as it is.
-    """
-    if (
-        type(value).__module__ == "numpy"
-        and getattr(value, "shape", None) == ()
-        and not hasattr(value, "__array_finalize__")
-    ):
-        return value.item()
-    return value
 
 
 def decode(data: Any) -> Any:

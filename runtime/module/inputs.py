@@ -27,7 +27,13 @@ from shardwright.runtime.errors import InputError, brief
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.mesh import Coords
 from shardwright.runtime.pieces import local_piece
-from shardwright.runtime.structure import flatten, map_leaves, values_digest
+from shardwright.runtime.structure import (
+    flatten,
+    hides_state,
+    map_leaves,
+    plain_number,
+    values_digest,
+)
 
 
 class _Absent:
@@ -293,11 +299,17 @@ class InputTable:
         )
 
 
+def compiled_in(table: Mapping[str, Any]) -> list[str]:
+    """The paths of the inputs whose values a class has compiled in, from its ``inputs``."""
+    return [path for path, leaf in table.items() if _is_tensor(leaf) and len(leaf) > 2]
+
+
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) in (2, 3) and isinstance(leaf[1], torch.dtype)
 
 
 def _same_literal(expected: Any, value: Any) -> bool:
+    value = plain_number(value)
     # ``True == 1``, but a program traced with one is not the program traced with the other.
     if value is expected or type(value) is not type(expected) or isinstance(value, Tensor):
         return value is expected
@@ -309,7 +321,7 @@ def _same_literal(expected: Any, value: Any) -> bool:
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {_dtype(value.dtype)}{list(value.shape)}"
-    text = brief(value)
+    text = f"a {type(value).__name__}" if hides_state(plain_number(value)) else brief(value)
     if len(text) <= 60:
         return text
     # Both ends of a string: what a function is called, and the digest of its code.

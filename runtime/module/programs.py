@@ -31,7 +31,7 @@ from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.declared_module import directory_of_class
-from shardwright.runtime.module.inputs import ABSENT
+from shardwright.runtime.module.inputs import ABSENT, compiled_in
 from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.scope import Scope, place
 from shardwright.runtime.module.weights import WeightFiles
@@ -143,15 +143,15 @@ class Programs:
                 why=f"this rank needs {mine} of {len(self.all)}; ranks that send to each other run "
                 "the same one",
                 hint="give all ranks of a unit the same values of "
-                f"{', '.join(self._constants()) or 'the arguments'}"
+                f"{', '.join(self.constants()) or 'the arguments'}"
                 + ("; here all units need the same ones, too" if meets_units else ""),
             )
         return index
 
-    def _constants(self) -> list[str]:
-        """The inputs whose values a program has compiled in."""
-        leaves = self.main.inputs.items()
-        return [path for path, leaf in leaves if isinstance(leaf, tuple) and len(leaf) > 2]
+    def constants(self) -> list[str]:
+        """The inputs whose values some program has compiled in."""
+        found = [path for program in self.all for path in compiled_in(program.inputs)]
+        return list(dict.fromkeys(found))
 
 
 def _follow(program: ParallelModule, main: ParallelModule) -> None:

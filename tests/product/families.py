@@ -306,6 +306,7 @@ def compare(model: nn.Module, given: dict[str, Any], policy: str) -> dict[str, A
         constants |= {name: _leaf(given, name) for name in asked}
     if watch.one and watch.ranks:
         found["flops_share"] = round(max(watch.ranks) / watch.one, 3)
+    constants |= dict.fromkeys(found.pop("found", []))
     return {**found, "constants": sorted(constants), "compile_s": round(watch.compile_s, 2)}
 
 
@@ -331,8 +332,8 @@ def _outcome(
         "pas_config": options,
     }
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             report = verification.verify(model, given, policy, config, steps=1)
     except Exception as error:
         named = isinstance(error, ShardwrightError) and not isinstance(error, InternalError)
@@ -343,7 +344,16 @@ def _outcome(
             "text": _text(error),
             "asks_for": asks,
         }
-    return {"outcome": "equal"} if report.ok else {"outcome": "differs", "text": str(report)[:1500]}
+    found = {name for one in said for name in _names_found(str(one.message))}
+    if report.ok:
+        return {"outcome": "equal", "found": sorted(found)}
+    return {"outcome": "differs", "text": str(report)[:1500], "found": sorted(found)}
+
+
+def _names_found(message: str) -> list[str]:
+    """The inputs that a notice says were taken for constants."""
+    said = re.match(r"forward reads the values of (.*?): those of the dummy arguments", message)
+    return said[1].split(", ") if said else []
 
 
 def _text(error: BaseException) -> str:
@@ -581,11 +591,12 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         ),
         "convolutions whole ([hardware.md](hardware.md#which-channels-tp-splits)).",
         (
-            "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared "
-            "in `ComputeConfig(constants=...)`"
+            "*compile* is CPU seconds for `tp`. *constants* are inputs whose values are compiled "
+            "in: found, or declared in `ComputeConfig(constants=...)`,"
         ),
         (
-            "because sizes follow from their values. Rows were made at different times. In most "
+            "because sizes follow from their values. (Tables of sizes that were found are listed "
+            "since 2026-11-29.) Rows were made at different times. In most "
             "of them attention by torch's CPU kernel is not among the products: the sweep counts "
             "it since 2026-11-28."
         ),

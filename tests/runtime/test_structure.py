@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -62,6 +64,9 @@ CASES: list[tuple[Any, list[str]]] = [
     (transformers.modeling_outputs.CausalLMOutput(loss=X, logits=X), ["loss", "logits"]),
     (torch.Size([1, 2]), [""]),
     (torch.sort(X), ["0", "1"]),
+    (np.int64(3), [""]),
+    ({"sizes": np.arange(3), "dates": collections.deque([1])}, ["sizes", "dates"]),
+    (types.SimpleNamespace(x=X), ["x"]),
     ([], []),
 ]
 

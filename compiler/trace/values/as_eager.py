@@ -131,7 +131,7 @@ def _alike(one: Traced, other: Traced, values: Values) -> bool:
 
 def _ones(looked: Traced, unlooked: Traced, *, only_meta: bool) -> dict[str, torch.Tensor]:
     """Ones for the inputs that have been looked at and are masks with a zero; or for those that
-    have no values at all.
+    have no values at all. What is a constant both ways has no other values.
     """
     if only_meta:
         return {
@@ -139,7 +139,8 @@ def _ones(looked: Traced, unlooked: Traced, *, only_meta: bool) -> dict[str, tor
             for value in unlooked.graph.inputs
             if unlooked.constants.dummy(value.name) is None and not value.dtype.is_floating_point
         }
-    read = dict(looked.constants.inputs_read())
+    constant = dict(unlooked.constants.inputs_read()).keys()
+    read = {name: x for name, x in looked.constants.inputs_read() if name not in constant}
     return {name: torch.ones_like(mask) for name, mask in read.items() if _masks_something(mask)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardwright.compiler.ir.size import in_example
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.calls.normalise import FACTORIES
 from shardwright.compiler.trace.recorder import Call, Recorder
-from shardwright.compiler.trace.values.known_inputs import KnownInput
+from shardwright.compiler.trace.values.known_inputs import HAVE_VALUES, KnownInput
 from shardwright.runtime.errors import TraceError
 
 RANDOM = {
@@ -66,6 +66,7 @@ class Constants:
         self._inputs: dict[str, KnownInput] = {}
         self._buffers: set[str] = set()  # those among ``_inputs`` that are persistent buffers
         self._dummies: dict[str, torch.Tensor] = {}
+        self._stood_for: set[str] = set()  # those of which other values stand in for their own
         self._in_dummies: _Known | None = None
         self._paths: dict[str, str] = {}
         self._attributes = {
@@ -168,21 +169,47 @@ class Constants:
         return real, self._known.made_of.get(value.name, frozenset())
 
     def whole_inputs(self, tensor: torch.Tensor) -> list[str]:
-        """The paths of the integer inputs that a tensor follows from, if it follows from these and
-        constants alone; else nothing.
+        """The paths of the integer inputs that a tensor follows from and whose values are unknown,
+        if it follows from integer inputs and constants alone; else nothing.
         """
+        unknown = (v for v in self._inputs_of(tensor) if v.name not in self._known.real)
+        return [self._paths[value.name] for value in unknown]
+
+    def _inputs_of(self, tensor: torch.Tensor) -> list[IRValue]:
         if id(tensor) not in self._recorder.variables:
             return []
-        found: dict[str, None] = {}
+        found: list[IRValue] = []
         for value, call in self._history(tensor):
             # Declaring inputs constant would not help: these values differ in each call.
             if call is not None and call.name in RANDOM:
                 return []
             if call is None and value.kind is ValueKind.INPUT and not value.dtype.is_floating_point:
-                found[self._paths[value.name]] = None
+                found.append(value)
             elif call is None and value.name not in self._known.real:
                 return []
-        return list(found)
+        return found
+
+    def assume(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Take the integer inputs for constants that these tensors follow from, as if they had been
+        declared with the values of the dummy arguments. Whether any has become one.
+
+        A tensor that follows from anything else, or from an input without values or with a dynamic
+        dim, is left out.
+        """
+        before = len(self._inputs)
+        for tensor in tensors:
+            inputs = [value for value in self._inputs_of(tensor) if value.name not in self._inputs]
+            if all(map(self._can_be_assumed, inputs)):
+                for value in inputs:
+                    values = self._dummies[value.name].cpu()
+                    self.add_input(value.name, KnownInput(values, False))
+        return len(self._inputs) > before
+
+    def _can_be_assumed(self, value: IRValue) -> bool:
+        is_fixed = all(isinstance(size, int) for size in value.shape)
+        own = self._dummies.keys() - self._stood_for
+        has_values = HAVE_VALUES.get() and value.name in own
+        return is_fixed and has_values and value.dtype != torch.bool
 
     def _history(self, tensor: torch.Tensor) -> Iterator[tuple[IRValue, Call | None]]:
         """Every value that a tensor is made of, itself first, with the call that has made it, if
@@ -307,6 +334,7 @@ class Constants:
     def replace_dummies(self, dummies: Mapping[str, torch.Tensor]) -> None:
         """Let other values stand for some of the dummy arguments from here on."""
         self._dummies |= dummies
+        self._stood_for |= dummies.keys()
         self._in_dummies = None
 
     def example_shape(self, value: IRValue) -> tuple[int, ...]:

@@ -2,14 +2,18 @@
 
 A model that reads ``image_grid_thw.tolist()`` has other operators for other grids. For one set of
 grids it has one graph, so their values are compiled in, and every call is checked against them.
-``ComputeConfig.constants`` declares such inputs. An undeclared input is taken for a constant where
-it looks like a table of sizes and ``forward`` reads it.
+``ComputeConfig.constants`` declares such inputs. Others are found:
+
+- A table of sizes (rows of two to four integers) is a constant where ``forward`` reads it.
+- Any other tensor of integers is one where ``forward`` reads sizes from it
+  (``values/sizes_read.py``).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +27,12 @@ from shardwright.runtime.errors import ConfigError, did_you_mean
 
 _MOST_SIZES = 4
 """Numbers in a row of a table of sizes: frames, height, width and channels."""
+
+
+HAVE_VALUES: ContextVar[bool] = ContextVar("have_values", default=True)
+"""Whether dummy arguments have values that calls have, too. Where they have only the right shapes,
+no input is taken for a constant by itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def known_inputs(arguments: Arguments, constants: Mapping[str, Any]) -> dict[str
     known = {
         path: KnownInput(leaf.detach().cpu(), False)
         for path, leaf in leaves.items()
-        if holds_sizes(leaf)
+        if holds_sizes(leaf) and HAVE_VALUES.get()
     }
     for path, values in constants.items():
         if path not in leaves:
@@ -105,8 +115,8 @@ def warn_found(graph: IRGraph, constants: Mapping[str, Any]) -> None:
         declared = ", ".join(f'"{name}": ...' for name in found)
         warnings.warn(
             f"forward reads the values of {', '.join(found)}: those of the dummy arguments "
-            "are compiled in, and calls "
-            f"with others are refused, or get a program of their own (more_dummy_args); "
+            "are compiled in, and a call with others is refused, or gets a program of its own: "
+            "made when it comes (max_programs=8), or ahead (more_dummy_args=[...]); "
             f"ComputeConfig(constants={{{declared}}}) declares that and silences this notice",
             stacklevel=3,
         )

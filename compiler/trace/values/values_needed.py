@@ -66,10 +66,16 @@ _REMEDIES = {
     "unique_consecutive": _FIRST,
     "bincount": _COUNT,
     "repeat_interleave": "pass output_size=, the sum of the repeats",
+    "_pack_padded_sequence": "run over the padded sequences, and mask what lies behind their ends",
 }
 
-VALUE_READERS = frozenset(_REMEDIES) - {"__getitem__", "repeat_interleave"}
+VALUE_READERS = frozenset(_REMEDIES) - {
+    "__getitem__", "repeat_interleave", "_pack_padded_sequence"
+}  # fmt: skip
 """Functions that always read values, by name; others may."""
+
+TRUTH_VALUES = frozenset(name for name, remedy in _REMEDIES.items() if remedy == _DECIDES)
+"""Functions whose values ``forward`` branches on, by name."""
 
 _OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in _SIZES}
 

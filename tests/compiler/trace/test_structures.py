@@ -5,10 +5,13 @@ literals.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+import enum
+from collections import OrderedDict, deque
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,7 +22,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.trace import trace
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import TraceError
+from shardwright.runtime.errors import InputError, TraceError
 from shardwright.runtime.ranks.threads import run_ranks
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
@@ -211,6 +214,60 @@ class Around(nn.Module):
             result = [result]
             result.append(result)
         return result
+
+
+class Side(enum.Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Many(nn.Module):
+    """Takes things of many kinds, and computes something else for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        return self.scale * x[: given["rows"]].sum() * len(str(given))
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "rows": (np.int64(2), np.int64(1)),
+    "side": (Side.LEFT, Side.RIGHT),
+    "complex": (1j, 2j),
+    "dtype": (torch.float32, torch.float64),
+    "bytes": (b"1", b"2"),
+    "range": (range(2), range(3)),
+}
+
+
+def test_arguments_of_many_kinds_are_compared(tmp_path: Path) -> None:
+    first = {name: pair[0] for name, pair in KINDS.items()}
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+
+    def call(rank: int) -> None:
+        module = parallelize(Many(), {"x": X, "given": first}, "dp", config, gen_savedir=tmp_path)
+        torch.testing.assert_close(module(X, first), Many()(X, first), rtol=0, atol=1e-12)
+        for name, (_, other) in KINDS.items():
+            with pytest.raises(InputError, match=f"'given.{name}' is .*, but was compiled as"):
+                module(X, {**first, name: other})
+
+    run_ranks(1, call)
+
+
+@pytest.mark.parametrize("hidden", [np.arange(2), Decimal(2), deque([2])], ids=repr)
+def test_what_hides_its_state_is_refused(hidden: Any) -> None:
+    kind = f"{type(hidden).__module__}.{type(hidden).__name__}"
+    with pytest.raises(TraceError, match=f"an argument of forward contains a {kind}\n.*\n.*numpy"):
+        trace(Many(), {"x": X, "given": {"rows": 2, "more": hidden}})
+
+    class Gives(Many):
+        def forward(self, x: Tensor, given: dict[str, Any]) -> Any:
+            return super().forward(x, given), hidden
+
+    with pytest.raises(TraceError, match=f"the result of forward contains a {kind}"):
+        trace(Gives(), {"x": X, "given": {"rows": 2}})
 
 
 def test_results_without_end_are_refused() -> None:

@@ -107,7 +107,7 @@ def test_what_is_no_tensor():
     assert refusal(use_cache=(True,)) == (
         "Net.forward: argument 'use_cache' is a tuple, but was compiled as True\n  try:   pass True"
     )
-    assert "argument 'ids' is a ndarray, but was compiled as int64[batch, 4]" in refusal(
+    assert "argument 'ids' is a ndarray, but was compiled as a tensor int64[batch, 4]" in refusal(
         ids=np.zeros((2, 4))
     )
     assert "argument 'scalar' is 1.5, but was compiled as a tensor float32[]" in refusal(scalar=1.5)
@@ -123,6 +123,13 @@ def test_literals_are_fixed():
     assert "'names' is a tensor float32[1], but was compiled as None" in refusal(
         names=torch.zeros(1)
     )
+
+
+def test_numbers_of_numpy_are_numbers():
+    table = InputTable("Net", {"size": 3, "rate": 0.5})
+    table.check({"size": np.int64(3), "rate": np.float64(0.5)}, {})
+    with pytest.raises(InputError, match=r"'size' is np.int64\(4\), but was compiled as 3"):
+        table.check({"size": np.int64(4), "rate": 0.5}, {})
 
 
 def test_tensors_the_program_does_not_know():

@@ -175,3 +175,36 @@ def test_a_pipeline_has_one_program(tmp_path: Path) -> None:
         "  try:   name the sizes that vary in ComputeConfig(dynamic_dims=...), compile each set "
         "under an instance_name of its own, or take a policy without stages"
     )
+
+
+class Ends(nn.Module):
+    """Reads a vector of lengths, which does not look like a table of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        ends = [row[:size].square().sum() for row, size in zip(self.layer(x), lengths, strict=True)]
+        return torch.stack(ends).sum()
+
+
+@pytest.mark.filterwarnings("ignore:forward reads the values")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_programs_are_told_apart_by_inputs_that_were_found(ahead: bool, tmp_path: Path) -> None:
+    """Each set of lengths has files of its own, and the same ones again in the next job."""
+    x = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sets = [{"x": x, "lengths": torch.tensor(sizes)} for sizes in ([1, 2], [3, 6], [5, 2])]
+    choice: dict[str, Any] = {"more_dummy_args": sets[1:]} if ahead else {"max_programs": 3}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+
+    def call(rank: int) -> list[Tensor]:
+        module = parallelize(Ends(), sets[0], "tp", config, gen_savedir=tmp_path, **choice)
+        return [module(**one).detach() for one in (*sets, *sets)]
+
+    for _ in range(2):
+        for found in run_ranks(2, call):
+            expected = [Ends()(**one).detach() for one in (*sets, *sets)]
+            parity.assert_close_tree(dict(enumerate(found)), dict(enumerate(expected)))
+        assert len(list(tmp_path.rglob("programs/*/manifest.json"))) == 2

@@ -1,9 +1,11 @@
 """Inputs whose values decide sizes: declared as constants, or found where they look like tables of
-sizes.
+sizes, or where sizes are read from them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +94,136 @@ class Lengths(nn.Module):
         return x[:, :longest].sum() * self.scale
 
 
-def test_other_inputs_must_be_declared() -> None:
-    given = {"x": torch.rand(2, 4), "mask": MASK.repeat(1, 3)[:, :8]}
+WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tolist": lambda h, n: [h[row, :size].sum() for row, size in enumerate(n.tolist())],
+    "split": lambda h, n: [
+        piece.square().sum() for piece in h.flatten(0, 1).split((4 * n).tolist())
+    ],
+    "int": lambda h, n: [h[:, : int(n.max())].sum()],
+    "item": lambda h, n: [h[:, : n[0].item()].sum()],
+    "bound": lambda h, n: [row[:size].sum() for row, size in zip(h, n, strict=True)],
+    "written": lambda h, n: [h.clone().index_put_((n - n,), h[0]).sum(), _emptied(h, n).sum()],
+    "range": lambda h, n: [h[:, place].sum() for place in range(n[1])],
+    "factory": lambda h, n: [h.new_ones(n.max()).sum() * h.sum(), torch.arange(n[2]).sum() * h],
+    "size": lambda h, n: [h[:, :4].reshape(n[1], -1).cumsum(0).sum()],
+    "repeats": lambda h, n: [h[:, 0].repeat_interleave(n, 0).cos().sum()],
+    "rounded": lambda h, n: [
+        h[:, : math.ceil(n.max() / 2)].sum(),
+        h[:, : int(n.sum() * 0.5)].sum(),
+    ],
+    "numpy": lambda h, n: [h[:, : n.numpy().max()].sum()],
+    "classes": lambda h, n: [(F.one_hot(n)[:, None, :1] * h).sum()],
+}
+
+
+def _emptied(hidden: Tensor, sizes: Tensor) -> Tensor:
+    hidden = hidden.clone()
+    hidden[0, sizes[0] :] = 0
+    return hidden
+
+
+class Reads(nn.Module):
+    """Reads sizes in one way, and then branches by them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.layer = way, nn.Linear(4, 6).double()
+
+    def forward(self, x: Tensor, sizes: dict[str, Tensor]) -> Tensor:
+        hidden = self.layer(x).tanh()
+        total = sum(part.square().mean() for part in WAYS[self.way](hidden, sizes["n"]))
+        return total * 2 if sizes["n"].max() > 4 else total  # known by now
+
+
+SIZES = torch.tensor([2, 4, 6])
+"""Twelve in all, so that ``4 * n`` cuts 48 rows."""
+
+
+def reading(sizes: Tensor = SIZES) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 16, 4, dtype=torch.float64, generator=generator)
+    return {"x": x, "sizes": {"n": sizes}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_that_sizes_are_read_from_are_found(way: str) -> None:
+    with pytest.warns(UserWarning) as said:
+        report = verify(Reads(way), reading(), "tp", {"plan_ngpus": 2, "runtime_ngpus": 4}, steps=1)
+    assert report.ok, report
+    assert [str(one.message) for one in said if "reads the values" in str(one.message)] == [
+        "forward reads the values of sizes.n: those of the dummy arguments are compiled in, and a "
+        "call with others is refused, or gets a program of its own: made when it comes "
+        "(max_programs=8), or ahead (more_dummy_args=[...]); "
+        'ComputeConfig(constants={"sizes.n": ...}) declares that and silences this notice'
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:forward reads the values")
+def test_found_integers_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    graph = plans.traced(Reads("tolist"), reading())
+    compiled = plans.compile_with(graph, "data", 2)
+    plans.write(tmp_path, compiled, Reads("tolist"))
+    torch.testing.assert_close(
+        plans.run_once(tmp_path, compiled, reading()).loss,
+        Reads("tolist")(**reading()),
+        rtol=1e-12,
+        atol=0,
+    )
     with pytest.raises(
-        TraceError,
-        match=r'if mask is the same in every call, declare so.*constants=\{"mask": \[...\]\}',
+        InputError,
+        match=r"'sizes.n' has other values .*\n.*it is \[4, 2, 6\], compiled as \[2, 4, 6\]",
     ):
-        trace(Lengths(), given)
+        plans.run_once(tmp_path, compiled, reading(torch.tensor([4, 2, 6])))
+
+
+class Branches(Reads):
+    def forward(self, x: Tensor, sizes: dict[str, Tensor]) -> Tensor:
+        return self.layer(x).sum() * (2 if sizes["n"].max() > 4 else 1)
+
+
+class Repeats(nn.Module):
+    """Repeats tokens, which are integers, too, but no sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor, sizes: Tensor) -> Tensor:
+        longest = ids[:, : sizes.max()].float().mean()
+        return self.table(ids[0, :3].repeat_interleave(sizes)).square().mean() + longest
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "dims"),
+    [
+        pytest.param(Branches("int"), SIZES, {}, id="a branch"),
+        pytest.param(Reads("int"), SIZES > 3, {}, id="truth values"),
+        pytest.param(Reads("int"), SIZES, {"sizes.n": {0: "b"}, "x": {0: "b"}}, id="a dynamic dim"),
+        pytest.param(Reads("int"), SIZES.to("meta"), {}, id="no values"),
+    ],
+)
+def test_what_must_be_declared(model: nn.Module, sizes: Tensor, dims: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match=r'declare so.*constants=\{"sizes.n": \[...\]\}'):
+        trace(model, reading(sizes), dynamic_dims=dims)
+    if not sizes.is_meta and not dims:
+        constants = {"sizes.n": sizes.tolist()}
+        assert trace(model, reading(sizes), constants=constants).constant_inputs
+
+
+def test_numbers_with_fractions_and_tokens_make_no_constants() -> None:
+    with pytest.raises(TraceError, match="apply a mask|use the tensor itself as an index"):
+        trace(Reads("int"), reading(SIZES.double()))
+    tokens = {"ids": torch.tensor([[3, 1, 4, 1, 5, 8]]), "sizes": torch.tensor([1, 2, 4])}
+    with pytest.warns(UserWarning, match="reads the values of sizes:"):
+        graph = trace(Repeats(), tokens)
+    assert [name for name, _ in graph.constant_inputs] == ["sizes"]
+
+
+def test_a_mask_that_a_size_is_read_from() -> None:
+    given = {"x": torch.rand(2, 8), "mask": MASK.repeat(1, 3)[:, :8]}
+    with pytest.warns(UserWarning, match="reads the values of mask:"):
+        assert trace(Lengths(), given).constant_inputs
     assert trace(Lengths(), given, constants={"mask": given["mask"].tolist()}).constant_inputs
 
 

@@ -29,9 +29,8 @@ def sizes_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
     if name in ("__getitem__", "__setitem__"):
         yield from _bounds(args[1])
     elif name == "repeat_interleave":
-        # ``repeat_interleave(repeats)``, or the repeats of the elements of another tensor.
-        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0] if args else None)
-        yield from tensors_in(repeats)
+        # Of the elements of another tensor, or alone: ``repeat_interleave(repeats)``.
+        yield from tensors_in((*args[1:2], kwargs.get("repeats")) if args[1:] or kwargs else args)
     elif name in SIZED and name not in FACTORIES:
         yield from tensors_in((args[1:], kwargs))
     else:

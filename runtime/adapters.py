@@ -21,6 +21,7 @@ the forward only. Double backward is refused by autograd. On an axis of size 1 e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import (
+    copy_piece,
     is_plain,
     join_pieces,
     pad_piece,
@@ -59,6 +61,26 @@ def all_gather(
         return x
     dim %= x.ndim
     return _apply(_AllGather, x, axis, dim, cut_of(axis, cut, x.shape[dim] * axis.size), backward)
+
+
+def all_gather_together(
+    xs: Sequence[Tensor],
+    axis: AxisGroup,
+    dim: int,
+    cut: Cut | None = None,
+    backward: Literal["slice", "reduce_scatter"] = "slice",
+) -> tuple[Tensor, ...]:
+    """:func:`all_gather` of several tensors of one dtype, which are cut alike, in one collective;
+    so are their gradients.
+    """
+    if axis.size == 1:
+        return tuple(xs)
+    dim %= xs[0].ndim
+    whole = cut_of(axis, cut, xs[0].shape[dim] * axis.size)
+    return cast(
+        tuple[Tensor, ...],
+        _AllGatherTogether.apply(axis, dim, whole, backward, *xs),  # type: ignore[no-untyped-call]
+    )
 
 
 def narrow(
@@ -200,10 +222,60 @@ def _gather(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -> Ten
     return join_pieces(axis.communicator.all_gather(x, dim, lengths, phase=phase), dim, cut)
 
 
+def _gather_together(
+    xs: Sequence[Tensor], axis: AxisGroup, dim: int, cut: Cut
+) -> tuple[Tensor, ...]:
+    shapes = _shapes_by_rank(xs, axis, dim, cut)
+    messages = _gathered_messages(xs, axis, shapes)
+    pieces = [_parts(flat, its) for flat, its in zip(messages, shapes, strict=True)]
+    return tuple(join_pieces(of_x, dim, cut) for of_x in zip(*pieces, strict=True))
+
+
+def _gathered_messages(
+    xs: Sequence[Tensor], axis: AxisGroup, shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[Tensor]:
+    """The message of every rank, which holds its pieces end to end."""
+    lengths = [sum(map(math.prod, its)) for its in shapes]
+    message = xs[0].new_empty(lengths[axis.index])
+    for x, part in zip(xs, _parts(message, shapes[axis.index]), strict=True):
+        part.copy_(x.detach())
+    return axis.communicator.all_gather(message, 0, lengths, phase="forward")
+
+
+def _shapes_by_rank(
+    xs: Sequence[Tensor], axis: AxisGroup, dim: int, cut: Cut
+) -> list[list[tuple[int, ...]]]:
+    """For each rank the shapes of its pieces of tensors like these."""
+    return [
+        [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for x in xs]
+        for length in piece_lengths(cut, axis.size)
+    ]
+
+
+def _parts(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of these shapes that lie end to end in a message, as views."""
+    flat = message.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
 def _scatter_sum(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -> Tensor:
     if is_plain(cut):
         return axis.communicator.reduce_scatter(x, dim, piece_lengths(cut, axis.size), phase=phase)
-    return axis.communicator.reduce_scatter_pieces(take_pieces(x, dim, cut, axis.size), phase=phase)
+    return _scatter_together([x], axis, dim, cut, phase)[0]
+
+
+def _scatter_together(
+    xs: Sequence[Tensor], axis: AxisGroup, dim: int, cut: Cut, phase: Phase
+) -> list[Tensor]:
+    shapes = _shapes_by_rank(xs, axis, dim, cut)
+    lengths = [sum(map(math.prod, its)) for its in shapes]
+    # Row ``i`` holds the pieces of rank ``i`` end to end.
+    rows = xs[0].new_empty(axis.size, max(lengths))
+    for index, (row, its) in enumerate(zip(rows.unbind(), shapes, strict=True)):
+        for x, part in zip(xs, _parts(row[: lengths[index]], its), strict=True):
+            copy_piece(x.detach(), dim, cut, axis.size, index, part)
+    mine = axis.communicator.reduce_scatter_rows(rows, lengths, phase=phase)
+    return _parts(mine, shapes[axis.index])
 
 
 def _slice(x: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
@@ -267,6 +339,24 @@ class _AllGather(torch.autograd.Function):
         else:
             piece = _slice(grad, ctx.axis, ctx.dim, ctx.cut)
         return piece, None, None, None, None
+
+
+class _AllGatherTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, axis: AxisGroup, dim: int, cut: Cut, backward: str, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.dim, ctx.cut, ctx.reduce = axis, dim, cut, backward == "reduce_scatter"
+        return _gather_together(xs, axis, dim, cut)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.reduce:
+            pieces = _scatter_together(grads, ctx.axis, ctx.dim, ctx.cut, "backward")
+        else:
+            pieces = [_slice(grad, ctx.axis, ctx.dim, ctx.cut) for grad in grads]
+        return None, None, None, None, *pieces
 
 
 class _Narrow(torch.autograd.Function):

@@ -85,6 +85,20 @@ def put_piece(whole: Tensor, x: Tensor, dim: int, cut: Cut, num_pieces: int, ind
         repeats.narrow(dim + 1, start, size).copy_(part)
 
 
+def copy_piece(
+    whole: Tensor, dim: int, cut: Cut, num_pieces: int, index: int, into: Tensor
+) -> None:
+    """Write member ``index``'s piece of ``whole`` into ``into``, a contiguous tensor of its
+    shape.
+    """
+    repeats = torch.unflatten(whole, dim, (cut.outer, cut.repeat, cut.inner))
+    runs = cut.runs(num_pieces, index)
+    sizes = [size for _, size in runs]
+    parts = torch.unflatten(into, dim, (cut.outer, sum(sizes), cut.inner))
+    for (start, size), part in zip(runs, torch.split(parts, sizes, dim + 1), strict=True):
+        part.copy_(repeats.narrow(dim + 1, start, size))
+
+
 def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
     """A new tensor as long as the whole, with zeros everywhere but at member ``index``'s piece
     ``x``.

@@ -68,6 +68,7 @@ RUNTIME_IMPORTS = {
     "recompute": "from shardwright.runtime.recompute import recompute",
     "in_pieces": "from shardwright.runtime.in_pieces import in_pieces",
     "piece_of": "from shardwright.runtime.in_pieces import piece_of",
+    "all_gather_together": "from shardwright.runtime.adapters import all_gather_together",
     "Joined": "from shardwright.runtime.in_pieces import Joined",
     "TOTAL": "from shardwright.runtime.in_pieces import TOTAL",
     "Once": "from shardwright.runtime.in_pieces import Once",
@@ -392,18 +393,31 @@ class StatementWriter:
         return f"Gather({', '.join(words)})"
 
     def _gathers_line(self, gathers: Sequence[Adapt], scope: Scope, program: Program) -> Line:
-        """Several weights gathered in one collective."""
+        """Several weights or activations gathered in one collective."""
         step = gathers[0].step
-        weights = ", ".join(scope.name(gather.value) for gather in gathers)
-        words = [f"[{weights}]", self._axis_variables(program)[step.axes]]
+        values = ", ".join(scope.name(gather.value) for gather in gathers)
+        words = [f"[{values}]", self._axis_variables(program)[step.axes]]
+        function = "all_gather_together"
+        if gathers[0].gathers_weight:
+            function = "self.gathered_together"
+        else:
+            self._need(function)
+            words += self._joined_dim(step, program)
         # The usual backward of a gathered weight is not spelled out.
-        if step.backward != "reduce_scatter":
+        if step.backward != "reduce_scatter" or not gathers[0].gathers_weight:
             words.append(f'backward="{step.backward}"')
         for gather in gathers:
             scope.define(gather.result)
         targets = ", ".join(scope.name(gather.result) for gather in gathers)
-        call = f"self.gathered_together({', '.join(words)})"
+        call = f"{function}({', '.join(words)})"
         return Line(f"{targets} = {call}", f"{step.axis}: {step.transition}")
+
+    def _joined_dim(self, step: AdapterStep, program: Program) -> list[str]:
+        """The dim that an adapter joins or cuts, and how it is cut, as arguments."""
+        words = [f"dim={step.dim}"]
+        if step.cut is not None and not _is_plain(step.cut, program.plan.storage_mesh, step):
+            words.append(f"cut={self._cut(step.cut, self._source_of(program))}")
+        return words
 
     def _step_lines(
         self, instruction: Compute, steps: TimeSteps, scope: Scope, program: Program
@@ -501,14 +515,12 @@ class StatementWriter:
         else:
             self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
         words = [scope.name(instruction.value), self._axis_variables(program)[step.axes]]
-        sizes = self._source_of(program)
-        if step.dim is not None:
-            words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
         if step.kind == "all_to_all":
             assert step.cut is not None and step.to_cut is not None
-            words += [self._cut(step.cut, sizes), str(step.to_dim), self._cut(step.to_cut, sizes)]
-        elif step.cut is not None and not _is_plain(step.cut, program.plan.storage_mesh, step):
-            words.append(f"cut={self._cut(step.cut, sizes)}")
+            cut, to_cut = (self._cut(c, self._source_of(program)) for c in (step.cut, step.to_cut))
+            words += [str(step.dim), cut, str(step.to_dim), to_cut]
+        elif step.dim is not None:
+            words += self._joined_dim(step, program)
         # A backward is written only where it is not the one that the adapter has by itself.
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')

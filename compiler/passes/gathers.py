@@ -1,4 +1,5 @@
-"""Gather neighbouring weights of a layer in one collective, where that holds no more memory.
+"""Gather neighbouring weights of a layer in one collective, and activations that one operator
+reads, where that holds no more memory.
 
 A weight that is stored in pieces is gathered right before its use, while the weight before it is
 used. So at any time two neighbours are whole. In backward one of them has its gradient beside it. A
@@ -13,12 +14,18 @@ A group stays within one layer (a stretch of one numbered module and one recompu
 that reads its weights lies there, so that layers stay alike. What activations need beside the
 weights differs from place to place. So the memory of a step is predicted with and without groups,
 and groups that would raise its peak are split at the ends of layers, or left out.
+
+Activations that are gathered right in front of the operator that reads them, such as keys and
+values of attention, are whole at the same time in any case. They come together unless what their
+message takes for a moment would raise the peak; or communication overlaps
+(``passes/meanwhile.py``), where each is a message that may be started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TypeVar
 
@@ -50,13 +57,27 @@ class GatherTogether:
 
     def __call__(self, program: Form) -> Form:
         """The program with gathers that join the ones before them."""
+        return self._with_activations(self._with_weights(program))
+
+    def _with_activations(self, program: Form) -> Form:
+        if self.config.overlap_communication:
+            return program
+        found = _mapped(program, _with_joined_operands)
+        if found == program:
+            return program
+        peaks = zip(self._peaks(found), self._peaks(program), strict=True)
+        return found if all(peak <= before for peak, before in peaks) else program
+
+    def _with_weights(self, program: Form) -> Form:
         if not any(len(stretch) > 1 for part in _programs(program) for stretch in _stretches(part)):
             return program
         # Joined gathers are whole at the same time: taken only if no rank's peak rises.
         most = self._peaks(program)
         tried = [program]
         for first_alone, last_alone in _ENDS:
-            found = _apply(program, first_alone=first_alone, last_alone=last_alone)
+            found = _mapped(
+                program, partial(_joined, first_alone=first_alone, last_alone=last_alone)
+            )
             if found in tried:
                 continue
             tried.append(found)
@@ -77,14 +98,43 @@ def _programs(program: Program | PipelineProgram) -> Sequence[Program]:
     return program.programs if isinstance(program, PipelineProgram) else (program,)
 
 
-def _apply(program: Form, *, first_alone: bool, last_alone: bool) -> Form:
+def _mapped(program: Form, function: Callable[[Program], Program]) -> Form:
+    """The program with a function applied to each of its stages, or to itself without any."""
     if isinstance(program, PipelineProgram):
-        stages = (
-            _joined(stage, first_alone=first_alone, last_alone=last_alone)
-            for stage in program.programs
-        )
-        return replace(program, programs=tuple(stages))
-    return _joined(program, first_alone=first_alone, last_alone=last_alone)
+        return replace(program, programs=tuple(map(function, program.programs)))
+    return function(program)
+
+
+def _with_joined_operands(program: Program) -> Program:
+    """The program with gathers of activations that join the ones right before them, where the next
+    operator reads both.
+    """
+    body = list(program.body)
+    reader: Instruction | None = None
+    # From the end to the front, so that the operator behind each gather is known.
+    for position in range(len(body) - 1, 0, -1):
+        before, gather = body[position - 1], body[position]
+        if not isinstance(gather, Adapt):
+            reader = gather
+        elif reader is not None and isinstance(before, Adapt):
+            read = {value.name for value in reads(reader)}
+            kind = _activation_kind(gather)
+            alike = kind is not None and kind == _activation_kind(before)
+            if alike and {before.result.name, gather.result.name} <= read:
+                body[position] = replace(gather, joins=True)
+    return replace(program, body=tuple(body))
+
+
+def _activation_kind(gather: Adapt) -> tuple[object, ...] | None:
+    """What gathers of activations have in common that one collective can do; ``None`` of other
+    adapters. Weights, and what backward gathers again, are held in another way.
+    """
+    step, value = gather.step, gather.of
+    is_held = gather.gathers_weight or gather.gathers_again or gather.in_loop
+    if step.kind != "all_gather" or is_held or gather.choice is not None:
+        return None
+    cut = (step.axes, step.dim, step.cut, step.backward)
+    return *cut, value.dtype, value.takes_gradient, gather.region
 
 
 def _joined(program: Program, *, first_alone: bool, last_alone: bool) -> Program:

@@ -313,23 +313,29 @@ class _Walk:
         self.define(result, step.after, instruction.of.name)
 
     def check_joins(self, gather: Adapt, before: Instruction | None) -> None:
-        """Check that a gather can go in one collective with the one before it: stored parameters of
-        one dtype, over one axis, with pieces of one length along the first dim.
+        """Check that a gather can go in one collective with the one before it: values of one dtype,
+        over one axis, with one backward; either stored parameters with pieces of one length along
+        the first dim, or activations that are cut alike.
         """
-        for one in (before, gather):
-            if not (
-                isinstance(one, Adapt)
-                and one.gathers_weight
-                and one.value.kind is ValueKind.PARAMETER
-                and one.choice is None
-                and one.step.dim == 0
-                and end_to_end(one.step, self.storage_mesh)
-                and (one.step.axes, one.step.backward) == (gather.step.axes, gather.step.backward)
-                and one.of.dtype == gather.of.dtype
-            ):
-                raise InternalError(
-                    f"the gather of {gather.of.name} cannot join what stands before it"
-                )
+        step = gather.step
+
+        def fits(one: Instruction | None) -> bool:
+            if not isinstance(one, Adapt) or one.step.kind != "all_gather":
+                return False
+            alike = (one.step.axes, one.step.backward) == (step.axes, step.backward)
+            if not alike or one.of.dtype != gather.of.dtype or one.choice is not None:
+                return False
+            if one.gathers_weight != gather.gathers_weight:
+                return False
+            if one.gathers_weight:
+                is_stored = one.value.kind is ValueKind.PARAMETER and one.step.dim == 0
+                return is_stored and end_to_end(one.step, self.storage_mesh)
+            # What one of them sends back, all do.
+            takes_gradient = one.of.takes_gradient == gather.of.takes_gradient
+            return takes_gradient and (one.step.dim, one.step.cut) == (step.dim, step.cut)
+
+        if not (fits(before) and fits(gather)):
+            raise InternalError(f"the gather of {gather.of.name} cannot join what stands before it")
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
         """Check that an adapter is told of the dims it joins and cuts what their layouts say."""

@@ -255,15 +255,24 @@ class Communicator:
         if self.transport is None:
             return mine.detach().clone(memory_format=torch.contiguous_format)
         lengths = [piece.numel() for piece in pieces]
-        self._count(phase, "reduce_scatter", mine, sum(lengths), (self.size - 1) * mine.numel())
-        longest = max(lengths)
-        # What stands behind the shorter ones is summed, and cut off below.
-        rows = mine.new_empty(self.size, longest)
+        rows = mine.new_empty(self.size, max(lengths))
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()].view(piece.shape).copy_(piece.detach())
-        result = mine.new_empty(longest)
-        self._call("reduce_scatter", mine, self.transport.reduce_scatter, rows, result)
-        return result[: mine.numel()].view(mine.shape)
+        return self.reduce_scatter_rows(rows, lengths, phase=phase).view(mine.shape)
+
+    def reduce_scatter_rows(
+        self, rows: Tensor, lengths: Sequence[int], *, phase: Phase = "forward"
+    ) -> Tensor:
+        """The sum over the group of everyone's row ``index`` of ``rows [size, longest]``, of which
+        the first ``lengths[index]`` elements are meant.
+        """
+        assert self.transport is not None, "a group of one has nothing to sum"
+        mine = lengths[self.index]
+        self._count(phase, "reduce_scatter", rows, sum(lengths), (self.size - 1) * mine)
+        # What stands behind the shorter ones is summed, and cut off.
+        result = rows.new_empty(rows.shape[1])
+        self._call("reduce_scatter", rows, self.transport.reduce_scatter, rows, result)
+        return result[:mine]
 
     def reduce_scatter_async_(
         self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients"

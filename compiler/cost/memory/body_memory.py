@@ -139,6 +139,14 @@ class BodyMemory:
             for number, group in enumerate(self._groups)
             for adapter in group
         }
+        # The gathers of one collective, by the names of their results.
+        self._together = {
+            adapter.result.name: group
+            for position, i in enumerate(program.body)
+            if not joins(i)
+            for group in [gathers_at(program.body, position)]
+            for adapter in group
+        }
         # What backward gathers again, by name. An activation may be among it.
         self._again = {
             i.result.name: i for i in program.body if isinstance(i, Adapt) and i.gathers_again
@@ -247,9 +255,11 @@ class BodyMemory:
         if weight and not joins(instruction):
             self.num_gathered += -1 if again else 1
         self._temporary_bytes = max(0, found.peak - sum(found.made))
+        joined = self._joining_bytes(instruction)
         # While a weight is used, the next one is being gathered, on the way forward only.
         self.ledger.use(
-            found.peak + (0 if again else self._ahead(self.num_gathered)), _name(instruction)
+            found.peak + joined + (0 if again else self._ahead(self.num_gathered)),
+            _name(instruction),
         )
         # The footprint numbers storages: those of operands first, then those that it makes. This
         # list has the ledger's number of each.
@@ -473,8 +483,21 @@ class BodyMemory:
                 storage = self.ledger.new(self._whole_bytes(adapter), ACTIVATION)
                 self._came[name] = self.ledger.hold(storage)
 
+    def _joining_bytes(self, instruction: Instruction) -> int:
+        """The bytes that it takes to gather several activations in one collective, beyond those of
+        one: what came for the others, while all are joined.
+        """
+        if not joins(instruction):
+            return 0
+        assert isinstance(instruction, Adapt)
+        *others, last = self._together[instruction.result.name]
+        # Weights arrive where they belong.
+        if instruction.gathers_weight or instruction is not last:
+            return 0
+        return sum(map(self._whole_bytes, others))
+
     def _joined_bytes(self, node: Node) -> int:
-        """The bytes that it takes to sum the gradients of several gathered weights in one
+        """The bytes that it takes to sum the gradients of several gathered values in one
         collective, beyond those of one: the others' rows and pieces, and all rows end to end.
 
         They are there from the first of the gathers whose backward runs, which is the last.
@@ -483,17 +506,21 @@ class BodyMemory:
         if not joins(instruction):
             return 0
         assert isinstance(instruction, Adapt)
-        group = self._groups[self._group_of[instruction.result.name]]
+        group = self._together[instruction.result.name]
         summed = [adapter for adapter in group if adapter.of.takes_gradient]
         # The gradients wait for each other: the collective runs when the last of them is there.
         if instruction is not summed[-1] or instruction.step.backward != "reduce_scatter":
             return 0
         mesh = self.footprints.rank.mesh
-        # All whole gradients are there, their copies end to end beside them, and the pieces that
-        # come out. What one weight alone takes is counted where its adapter is.
-        pieces = [local_bytes(a.step.before, a.of.dtype, mesh) for a in summed[:-1]]
+        pieces = sum(local_bytes(a.step.before, a.of.dtype, mesh) for a in summed[:-1])
         wholes = [self._whole_bytes(adapter) for adapter in summed]
-        return sum(pieces) + sum(wholes[:-1]) + sum(wholes)
+        # What one alone takes is counted where its adapter is. Of activations all whole gradients
+        # are there in any case: only what is sent and what comes is there beside them.
+        if not instruction.gathers_weight:
+            return pieces + 2 * sum(wholes[:-1])
+        # All whole gradients are there, their copies end to end beside them, and the pieces that
+        # come out.
+        return pieces + sum(wholes[:-1]) + sum(wholes)
 
     def _cast_bytes(self, node: Node) -> int:
         """The bytes that it takes to sum the gradient of a gathered weight in another dtype.

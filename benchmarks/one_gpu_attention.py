@@ -85,8 +85,7 @@ def _of_block(kernel: Kernel, block: Block, grad: Tensor) -> list[Tensor]:
     # Of a flipped block the last query sees no key.
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     out = out.contiguous()
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    grads = attend_backward(kernel, block, grad, out, lse, delta)
+    grads = attend_backward(kernel, block, grad, out, lse)
     return [out, lse, grads.query, grads.key, grads.value]
 
 

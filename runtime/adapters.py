@@ -279,10 +279,11 @@ def _scatter_together(
 
 
 def _slice(x: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
-    # A copy: the piece must not keep the whole alive.
-    return take_piece(x, dim, cut, axis.size, axis.index).clone(
-        memory_format=torch.contiguous_format
-    )
+    # A copy: the piece must not keep the whole alive. One of several runs is a copy by itself.
+    piece = take_piece(x, dim, cut, axis.size, axis.index)
+    if len(cut.runs(axis.size, axis.index)) > 1:
+        return piece.contiguous()
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def _pad_zeros(x: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:

@@ -41,7 +41,7 @@ class Compute:
 class Adapt:
     """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
     value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`). ``joins``:
-    it gathers a weight in one collective with the gather right before it. ``in_loop``: it runs once
+    it gathers a value in one collective with the gather right before it. ``in_loop``: it runs once
     for every piece of a loop. ``beside``: weights whose gradients are computed while its backward
     communicates (``passes/start_early.py``). ``meanwhile``: as in :class:`Compute`.
     """

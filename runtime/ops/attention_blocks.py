@@ -77,6 +77,8 @@ class Block:
         alone. They change no score, and give zeros behind the output.
         """
         width = max(self.query.shape[3], self.value.shape[3])
+        if self.key.shape[3] == self.value.shape[3] == width:
+            return self
         query, key, value = (_widened(x, width) for x in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
@@ -102,12 +104,8 @@ class Kernel(Protocol):
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """The output and its lse, whatever they are for queries that see no key."""
 
-    def backward(
-        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
-    ) -> BlockGrads:
-        """The gradients. ``grad``, ``out``, ``lse``: of the merged output. ``delta``: the sum of
-        ``grad * out`` over the width.
-        """
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> BlockGrads:
+        """The gradients. ``grad``, ``out``, ``lse``: of the merged output."""
 
 
 def kernel_for(
@@ -174,16 +172,16 @@ def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    kernel: Kernel, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    kernel: Kernel, block: Block, grad: Tensor, out: Tensor, lse: Tensor
 ) -> BlockGrads:
     """The gradients of a block; see :meth:`Kernel.backward`. An lse is finite, whatever it stands
     for where a query sees no key at all.
     """
     kernel = _for_block(kernel, block)
     if isinstance(kernel, WrittenOut):
-        return kernel.backward(block, grad, out, lse, delta)
+        return kernel.backward(block, grad, out, lse)
     wide = block.of_one_width()
-    given = (_widened(grad, wide.value.shape[3]), _widened(out, wide.value.shape[3]), lse, delta)
+    given = (_widened(grad, wide.value.shape[3]), _widened(out, wide.value.shape[3]), lse)
     if block.flipped:
         grads = kernel.backward(wide.turned(), *(x.flip(2) for x in given))
     else:
@@ -209,9 +207,7 @@ class CpuFlash:
         )
         return out, lse
 
-    def backward(
-        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
-    ) -> BlockGrads:
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> BlockGrads:
         tensors = (grad, block.query, block.key, block.value, out.to(grad.dtype))
         return BlockGrads(
             *_ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -236,9 +232,7 @@ class CudaFlash:
         )
         return out, lse
 
-    def backward(
-        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
-    ) -> BlockGrads:
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> BlockGrads:
         query, key, value = self._operands(block)
         # State of the random numbers for dropout, of which there is none.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -284,9 +278,7 @@ class CudaEfficient:
         )
         return out, lse[..., : query.shape[-2]]
 
-    def backward(
-        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
-    ) -> BlockGrads:
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> BlockGrads:
         query, key, value = self._operands(block)
         # The kernel reads the logsumexp in whole aligned rows. With infinity there, exp(score -
         # inf) is 0.
@@ -352,9 +344,7 @@ class WrittenOut:
         out = torch.einsum("bgrqk,bgkd->bgrqd", weights, part.value)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    def backward(
-        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
-    ) -> BlockGrads:
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> BlockGrads:
         of_query, of_key, of_value = (
             torch.zeros_like(x, memory_format=torch.contiguous_format)
             for x in (block.query, block.key, block.value)
@@ -362,6 +352,7 @@ class WrittenOut:
         of_bias = None
         if block.wants_bias and block.bias is not None:
             of_bias = torch.zeros_like(block.bias, memory_format=torch.contiguous_format)
+        delta = common_gradient(grad, out, lse)
         for part in enough_to_measure(block.query, _parts(block), _num_queries):
             own = (x.narrow(2, *part.queries) for x in (grad, lse, delta))
             found = self._backward(part, *own)
@@ -526,15 +517,23 @@ def merging_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def common_gradient(grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """What all weights of a query have in common in the gradient of its scores, ``[batch, heads,
+    queries]``: the sum of ``grad * out`` of the merged output. So a block needs no other block's
+    weights (Dao, "FlashAttention-2", 2023).
+    """
+    return (grad.to(lse.dtype) * out).sum(-1)
+
+
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Add what a block gave to ``out`` and ``lse``, in place. Queries that saw no key so far have
     an lse of minus infinity.
     """
-    new = torch.logaddexp(lse, more_lse)
-    known = _finite(new)
-    out.mul_((lse - known).exp().unsqueeze(-1))
-    out.add_(more.to(out.dtype) * (more_lse - known).exp().unsqueeze(-1))
-    lse.copy_(new)
+    # The part of all weights that the block has, exp(more_lse) / (exp(lse) + exp(more_lse)). Two
+    # infinities of one sign have no difference.
+    part = (more_lse - lse).sigmoid_().masked_fill_(more_lse == -math.inf, 0.0)
+    out.lerp_(more.to(out.dtype), part.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def hidden_alike(mask: Tensor) -> Tensor | None:

@@ -35,6 +35,7 @@ from shardwright.runtime.ops.attention_blocks import (
     as_bias,
     attend,
     attend_backward,
+    common_gradient,
     enough_to_measure,
     hidden_alike,
     kernel_for,
@@ -132,6 +133,8 @@ def split_attention(
         mask=mask,
         dropout=dropout,
     )
+    if num_dims == 4:
+        return out
     return out.view(*leads, *out.shape[1:]) if num_dims > 2 else out.view(out.shape[-2:])
 
 
@@ -215,6 +218,8 @@ def _common(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _one_batch(x: Tensor, leads: tuple[int, ...]) -> Tensor:
     """``[..., heads, rows, columns]`` with one dim for what ``leads`` are in front of it."""
+    if x.ndim == 4 and x.shape[:1] == leads:
+        return x
     return x.expand(*leads, *x.shape[-3:]).reshape(math.prod(leads), *x.shape[-3:])
 
 
@@ -230,6 +235,8 @@ def _same_heads(
         # Keys and values with different numbers of heads: both are spread to those of the queries.
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     heads = max(x.shape[-3] for x in (query, key, value))
+    if query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        return query, key, value
     query, key, value = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
 
@@ -329,7 +336,7 @@ class _SplitAttention(torch.autograd.Function):
                 for part in blocks.parts(step, arrived):
                     its = gradients.of(part)
                     block = blocks.block(part, its.query, arrived)
-                    own = (_own(x, part) for x in (its.grad, its.out, its.lse, its.delta))
+                    own = (_own(x, part) for x in (its.grad, its.out, its.lse))
                     grads = attend_backward(kernel, block, *own)
                     _own(its.of_query, part).add_(grads.query)
                     of_keys, of_values = rooms[part.samples]
@@ -392,24 +399,20 @@ class _Gradient:
     grad: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
     of_query: Tensor
 
     @classmethod
     def of(cls, query: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> _Gradient:
-        # sum(grad * out) is what all weights of a query have in common in the gradient of the
-        # scores: a block needs no other block's weights (Dao, "FlashAttention-2", 2023).
-        delta = (grad.to(lse.dtype) * out).sum(-1)
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
         of_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        return cls(query, grad, out, lse, delta, of_query)
+        return cls(query, grad, out, lse, of_query)
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """The gradient of sinks, ``[heads]``: one has the weight of its score and the value zero,
-        so it is -weight * delta.
+        so it is -weight * sum(grad * out).
         """
         weights = (sinks.to(self.lse.dtype).view(1, -1, 1) - self.lse).exp()
-        return -(weights * self.delta).sum((0, 2))
+        return -(weights * common_gradient(self.grad, self.out, self.lse)).sum((0, 2))
 
 
 Item = TypeVar("Item")
@@ -447,8 +450,13 @@ def _own(x: Tensor, part: Part) -> Tensor:
     they are.
     """
     # Guests are of the samples of the part alone.
-    its = x if part.guest is not None else x.narrow(0, *part.samples)
-    return its.narrow(2, *part.queries)
+    its = x if part.guest is not None else _taken_run(x, 0, part.samples)
+    return _taken_run(its, 2, part.queries)
+
+
+def _taken_run(x: Tensor, dim: int, run: Run) -> Tensor:
+    """A run along a dim, as a view; ``x`` itself where that is all of it."""
+    return x if run == (0, x.shape[dim]) else x.narrow(dim, *run)
 
 
 class _Blocks:
@@ -487,8 +495,8 @@ class _Blocks:
             alike = _mask_rows(alike, part)
         return Block(
             _own(query, part),
-            keys.narrow(2, *part.keys),
-            values.narrow(2, *part.keys),
+            _taken_run(keys, 2, part.keys),
+            _taken_run(values, 2, part.keys),
             self._attention.scale,
             # The marks tell all that there is to know of a tile.
             causal=kind == "causal" and not part.asks,

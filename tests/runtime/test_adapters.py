@@ -210,6 +210,45 @@ def test_communication_is_counted_per_phase():
     )
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "turns", "cut"),
+    [(2, 0, Cut((12,))), (3, 1, Cut((7,))), (3, 1, Cut((2, 6), 2, 2)), (4, 1, Cut((3,)))],
+)
+@pytest.mark.parametrize("backward", ["slice", "reduce_scatter"])
+def test_several_gathered_in_one_collective_are_as_each_by_itself(num_ranks, turns, cut, backward):
+    """Values, gradients and elements are the same to the bit; the collectives are half as many."""
+    mesh = Mesh((("cp", num_ranks),), turns=(("cp", turns),) if turns else ())
+
+    def on_rank(rank):
+        axis = RankMesh(mesh).axis("cp")
+        length = adapters.cut_of(axis, cut).local_length(num_ranks, rank)
+        torch.manual_seed(rank)
+        # The second is no contiguous tensor, and has other sizes in front and behind.
+        shapes = [(2, length, 3), (4, length, 2)]
+        kept = [torch.randn(shape) for shape in shapes]
+        kept[1] = kept[1].transpose(0, 1).contiguous().transpose(0, 1)
+        grads = [torch.randn(shape[0], cut.length, shape[2]) for shape in shapes]
+        found = []
+        for together in (True, False):
+            xs = [x.clone().requires_grad_() for x in kept]
+            with count_communication() as volume:
+                if together:
+                    wholes = adapters.all_gather_together(xs, axis, -2, cut, backward)
+                else:
+                    wholes = [adapters.all_gather(x, axis, -2, cut, backward) for x in xs]
+                torch.autograd.backward(wholes, grads)
+            sent = {
+                (key.phase, key.collective): (v.elements, v.num_bytes, v.received)
+                for key, v in volume.items()
+            }
+            found.append(([*wholes, *(x.grad for x in xs)], sent, volume.total().calls))
+        return found
+
+    for (tensors, sent, calls), (wanted, as_each, calls_of_each) in run_ranks(num_ranks, on_rank):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+        assert sent == as_each and 2 * calls == calls_of_each > 0
+
+
 def test_processes_agree_with_threads():
     """The whole table over gloo, three ranks, uneven pieces: the same outputs and gradients as over
     threads.

@@ -88,3 +88,38 @@ def test_steps_are_no_slower_and_hold_no_more(name: str, monkeypatch: pytest.Mon
     wrong = [replace(i, joins=True) if i is last else i for i in together.body]
     with pytest.raises(InternalError, match="cannot join what stands before it"):
         verify_program(replace(together, body=tuple(wrong)))
+
+
+def test_keys_and_values_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads both, so they are whole at the same time in any case. Where communication
+    overlaps each is a message of its own, which may be started.
+    """
+    options = {"cp_mode": "gather"}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, outputs="loss", pas_config=options)
+    hardware = load_hardware("h100", num_devices=2)
+
+    def compiled(config: ComputeConfig) -> Program:
+        policy = find_policy("cp")
+        found = compile_graph(plans.zoo_graph("llama"), policy.apply, config).program
+        assert isinstance(found, Program)
+        return found
+
+    together = compiled(config)
+    gathers = [a for a in together.adapters() if a.step.kind == "all_gather"]
+    num_layers = len(gathers) // 2
+    assert [gather.joins for gather in gathers] == [False, True] * num_layers
+    overlapping = compiled(replace(config, overlap_communication=True))
+    assert not any(adapter.joins for adapter in overlapping.adapters())
+    # The verifier refuses one that joins an operator in front of both.
+    first, second, *_ = gathers
+    others = [i for i in together.body if i is not second]
+    at = others.index(first)
+    wrong = (*others[:at], second, *others[at:])
+    with pytest.raises(InternalError, match="cannot join what stands before it"):
+        verify_program(replace(together, body=wrong))
+
+    monkeypatch.setattr(GatherTogether, "__call__", lambda self, program: program)
+    ours, theirs = (audit(p, config, hardware) for p in (together, compiled(config)))
+    assert ours.step_s < theirs.step_s
+    assert ours.ranks[0].comm_bytes == theirs.ranks[0].comm_bytes
+    assert ours.memory[0].peak_bytes <= theirs.memory[0].peak_bytes

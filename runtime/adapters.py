@@ -245,7 +245,7 @@ def _gathered_messages(
 def _shapes_by_rank(
     xs: Sequence[Tensor], axis: AxisGroup, dim: int, cut: Cut
 ) -> list[list[tuple[int, ...]]]:
-    """For each rank the shapes of its pieces of tensors like these."""
+    """The shapes of each rank's pieces of tensors like these."""
     return [
         [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for x in xs]
         for length in piece_lengths(cut, axis.size)

@@ -22,7 +22,7 @@ from shardwright.compiler.trace.context.fakes import note_caches
 # A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at
 # other examples each time.
 ANY_SPEED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("shardwright", derandomize=True, **ANY_SPEED)
+settings.register_profile("shardwright", derandomize=True, max_examples=40, **ANY_SPEED)
 settings.register_profile("explore", **ANY_SPEED)
 settings.load_profile("shardwright")
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from covers import spread
 
 from shardwright.compiler import collector
 from shardwright.compiler.collector import THRESHOLDS, only_new_objects
@@ -49,7 +50,9 @@ def test_only_what_is_made_inside_is_collected_there() -> None:
 
 @pytest.mark.parametrize(
     ("outside", "inside"),
-    [((700, 10, 10), THRESHOLDS), ((0, 10, 10), (0, 10, 10)), ((10**6, 5, 5), (10**6, 5, 5))],
+    spread(
+        [((700, 10, 10), THRESHOLDS), ((0, 10, 10), (0, 10, 10)), ((10**6, 5, 5), (10**6, 5, 5))], 3
+    ),
 )
 def test_it_looks_rarely_inside_and_as_before_afterwards(
     outside: tuple[int, int, int], inside: tuple[int, int, int]

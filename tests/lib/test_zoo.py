@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from covers import spread
 from precision import float64_casts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +19,7 @@ def run(name: str, **sizes: int) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, loss
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", spread(zoo.names(), 3))
 def test_forward_and_backward(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model, loss = run(name)

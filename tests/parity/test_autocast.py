@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from covers import spread
 from precision import float64_casts
 from torch import Tensor, nn
 from traces import shared_traces
@@ -157,10 +158,18 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("name", "policy", "options"),
-    [
-        *((name, *plan) for name in ("gpt2", "resnet") for plan in PLANS),
-        ("gpt2", "cp", {"plan_ngpus": 3, "runtime_ngpus": 3, "pas_config": {"cp_mode": "ring"}}),
-    ],
+    spread(
+        [
+            *((name, *plan) for name in ("gpt2", "resnet") for plan in PLANS),
+            (
+                "gpt2",
+                "cp",
+                {"plan_ngpus": 3, "runtime_ngpus": 3, "pas_config": {"cp_mode": "ring"}},
+            ),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_errors_are_at_most_twice_those_of_one_device(
     tmp_path: Path, name: str, policy: str, options: dict[str, Any]

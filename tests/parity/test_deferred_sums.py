@@ -17,6 +17,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled
@@ -91,7 +92,7 @@ def sent(outcome: plans.Outcome, phase: str) -> int:
     return sum(volume.elements for key, volume in outcome.traffic[0].items() if key.phase == phase)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", spread(MODELS, 2))
 def test_sums_are_deferred_until_they_are_small(name: str, tmp_path: Path) -> None:
     """Besides what layers send: the embedding forward, the head backward, the loss."""
     found, (model, inputs, graph, reference) = MODELS[name], prepared(name)
@@ -108,7 +109,7 @@ def test_sums_are_deferred_until_they_are_small(name: str, tmp_path: Path) -> No
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", spread(MODELS, 2))
 def test_three_ranks_have_pieces_of_different_size(name: str, tmp_path: Path) -> None:
     model, inputs, graph, reference = prepared(name)
     compiled = plans.compile_with(graph, "tp", 3, outputs="loss")

@@ -28,14 +28,14 @@ SIZES = [(4, 8), (6, 5), (3, 15)]
 @pytest.mark.parametrize(
     ("name", "policy", "num_ranks", "options"),
     [
-        ("llama", "cp", 3, {"cp_mode": "ring"}),
+        ("llama", "tp", 2, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("gpt2", "tp", 2, {}),
                 ("gpt2", "data", 2, {}),
                 ("llama", "data", 2, {}),
-                ("llama", "tp", 2, {}),
+                ("llama", "cp", 3, {"cp_mode": "ring"}),
                 ("gpt2", "cp", 3, {"cp_mode": "gather"}),
                 ("mistral", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
                 ("llama", "cp", 2, {"cp_mode": "ulysses"}),

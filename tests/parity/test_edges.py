@@ -9,6 +9,7 @@ import plans
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from planning import graph_of, mesh_of, request, slow_machine
 from torch import Tensor, nn
 
@@ -118,12 +119,16 @@ def follow(graph: IRGraph, mesh: Mesh, starts: dict[str, dict[str, str]]) -> Pla
 
 @pytest.mark.parametrize(
     ("name", "mesh", "starts"),
-    [
-        ("unet", "2x2", {"x": {"x": "S(2)", "y": "S(2)"}, "y": {"x": "S(3)", "y": "S(3)"}}),
-        ("unet", "3", {"x": {"x": "S(2)", "y": "S(2)"}}),
-        ("causal", "3", {"x": {"ids": "S(1)"}}),
-        ("causal", "2x2", {"x": {"ids": "S(1)"}, "y": {"ids": "S(1)"}}),
-    ],
+    spread(
+        [
+            ("unet", "2x2", {"x": {"x": "S(2)", "y": "S(2)"}, "y": {"x": "S(3)", "y": "S(3)"}}),
+            ("unet", "3", {"x": {"x": "S(2)", "y": "S(2)"}}),
+            ("causal", "3", {"x": {"ids": "S(1)"}}),
+            ("causal", "2x2", {"x": {"ids": "S(1)"}, "y": {"ids": "S(1)"}}),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_everything_is_cut_along_space(
     name: str, mesh: str, starts: dict[str, dict[str, str]], tmp_path: Path
@@ -144,7 +149,7 @@ def test_everything_is_cut_along_space(
     assert "all_to_all" in {key.collective for found in outcome.traffic for key in found}
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("unet", "3"), ("causal", "3")])
+@pytest.mark.parametrize(("name", "mesh"), spread([("unet", "3"), ("causal", "3")], 2, first=1))
 def test_autodist_cuts_space(name: str, mesh: str, tmp_path: Path) -> None:
     """A batch of one, on devices that take long to compute: there is little else to split."""
     make, inputs = MODELS[name]

@@ -15,6 +15,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -52,7 +53,7 @@ def prepared(num_ranks: int) -> tuple[Any, Any, Compiled, Any]:
     return model, inputs, compiled, plans.reference_run(model, [inputs], steps=1)
 
 
-@pytest.mark.parametrize("num_ranks", MODELS)
+@pytest.mark.parametrize("num_ranks", spread(MODELS, 2))
 def test_an_activation_is_summed_once_each_way(num_ranks: int, tmp_path: Path) -> None:
     """Per layer two all-reduces of [B, S, H] each way, one forward for the embedding and one
     backward for the head.

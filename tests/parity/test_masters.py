@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import spread
 from low_precision import (
     STEPS,
     Case,
@@ -73,7 +74,12 @@ HALF = [
 
 @pytest.mark.parametrize(
     "case",
-    [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in [*REST, *HALF])],
+    spread(
+        [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in [*REST, *HALF])],
+        2,
+        first=1,
+        whole=True,
+    ),
     ids=str,
 )
 def test_the_error_is_that_of_one_device(case: Case) -> None:
@@ -247,7 +253,8 @@ def state_bytes(module: nn.Module, optimizer: ParallelOptimizer) -> dict[str, in
 
 
 @pytest.mark.parametrize(
-    ("stage", "remainders"), [(0, False), (1, False), (2, True), (3, False), (0, True), (3, True)]
+    ("stage", "remainders"),
+    spread([(0, False), (1, False), (2, True), (3, False), (0, True), (3, True)], 2, first=1),
 )
 def test_bytes_of_state(stage: int, remainders: bool) -> None:
     case = Case(

@@ -11,6 +11,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from verified import verify_zoo
 
 from shardwright.compiler.plan.program import Adapt, Program
@@ -45,7 +46,7 @@ def test_numbers_are_those_of_one_device(name: str, policy: str, config: dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("gpt2", {"sequence_parallel": True}), ("llama", {})], ids=str
+    ("name", "options"), spread([("gpt2", {"sequence_parallel": True}), ("llama", {})], 2), ids=str
 )
 def test_bits_are_those_of_the_plan_without(
     name: str, options: dict[str, bool], tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any
 import peft_models
 import pytest
 import torch
+from covers import spread
 from memory_ranks import measured_peaks
 from precision import float64_casts
 
@@ -48,7 +49,7 @@ MORE_CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "policy", "plan", "runtime", "fields"),
-    [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES]],
+    spread([*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES]], 2),
 )
 def test_training_equals_one_device(
     name: str, policy: str, plan: int, runtime: int, fields: dict[str, Any]
@@ -59,7 +60,7 @@ def test_training_equals_one_device(
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(("zero", "held"), [(0, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("zero", "held"), spread([(0, 1), (2, 1), (3, 2)], 2, first=1))
 def test_what_is_frozen_has_no_gradient_no_bucket_and_no_state(
     zero: int, held: int, tmp_path: Path
 ) -> None:

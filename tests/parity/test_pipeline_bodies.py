@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from covers import spread
 from parity import assert_close_tree
 from precision import float64_casts
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ def check(
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [PIPELINES[0], *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in PIPELINES[1:])],
@@ -146,7 +148,9 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(
-    "sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}"
+    "sizes",
+    spread(MODES, 2),
+    ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}",
 )
 def test_a_step_does_what_the_model_does_in_its_mode(
     tmp_path: Path, sizes: dict[str, Any], training: bool
@@ -246,12 +250,15 @@ class ByHand(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "policy"),
-    [
-        (Norms, "pp"),
-        (ByHand, "pp"),
-        (ByHand, "autodist"),
-        pytest.param(Norms, "autodist", marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            (Norms, "pp"),
+            (ByHand, "pp"),
+            (ByHand, "autodist"),
+            pytest.param(Norms, "autodist", marks=pytest.mark.slow),
+        ],
+        3,
+    ),
 )
 def test_buffers_that_change_are_no_obstacle(
     tmp_path: Path, model: type[nn.Module], policy: str

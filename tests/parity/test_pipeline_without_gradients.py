@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from torch import Tensor, nn
 
 import shardwright
@@ -143,7 +144,7 @@ def verified_in_two_stages(model: nn.Module, schedule: str) -> VerifyReport:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", spread(["1f1b", "zb_h1"], 2))
 @pytest.mark.parametrize("aside", [False, True])
 def test_operators_that_return_no_gradient_send_none(schedule: str, aside: bool) -> None:
     report = verified_in_two_stages(Opaque(no_gradient, aside=aside), schedule)
@@ -160,7 +161,7 @@ def test_a_gradient_that_does_not_come_is_refused(schedule: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("policy", "use_zero"), [("pp", 0), ("pp", 2), ("tp", 3), ("data", 1), ("hybrid", 3)]
+    ("policy", "use_zero"), spread([("pp", 0), ("pp", 2), ("tp", 3), ("data", 1), ("hybrid", 3)], 2)
 )
 def test_weights_that_no_loss_reaches_stay_without_gradients(policy: str, use_zero: int) -> None:
     generator = torch.Generator().manual_seed(0)

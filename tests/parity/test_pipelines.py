@@ -1,8 +1,8 @@
 """Pipelines against one device that accumulates over the same microbatches: loss, gradients,
 parameters after AdamW steps.
 
-Every schedule and number of stages on a tiny module, with one microbatch, as many as stages, twice
-as many, and one more; the models by a cover. Slow tests run more of both products,
+Every schedule on a tiny module, with twice as many microbatches as stages, and one more; the models
+by a cover. Slow tests run more numbers of stages and microbatches, and more of both products,
 tests/product/models.py and pipelines.py all.
 """
 
@@ -15,6 +15,7 @@ import plans
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from traces import shared_traces
 from verified import verify_zoo
 from watched import inputs as watched_inputs
@@ -124,14 +125,14 @@ def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Itera
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule(schedule: str) -> None:
-    check_schedule(schedule, 3, [1, 3, 6, 7])
+    check_schedule(schedule, 3, [6, 7])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_and_number_of_microbatches(schedule: str, num_ranks: int) -> None:
-    check_schedule(schedule, num_ranks, [2, 4, 5, 9])
+    check_schedule(schedule, num_ranks, [1, 3, 4, 9])
 
 
 def _cases() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -147,7 +148,7 @@ def _cases() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
 COVER, REST = _cases()
 
 
-@pytest.mark.parametrize(("name", "index"), COVER)
+@pytest.mark.parametrize(("name", "index"), spread(COVER, 2))
 def test_models(name: str, index: int) -> None:
     check(partial(verify_zoo, name), SIZES[index])
 
@@ -160,7 +161,15 @@ def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
 
 @pytest.mark.parametrize(
     ("rank_order", "mesh"),
-    [(None, "pp=2 x tp=2 x tp2=2"), ("tp-pp-tp2", "tp=2 x pp=2 x tp2=2"), ("tp-pp", "tp=4 x pp=2")],
+    spread(
+        [
+            (None, "pp=2 x tp=2 x tp2=2"),
+            ("tp-pp-tp2", "tp=2 x pp=2 x tp2=2"),
+            ("tp-pp", "tp=4 x pp=2"),
+        ],
+        3,
+        first=1,
+    ),
 )
 def test_stages_whose_inner_dims_have_two_axes(rank_order: str | None, mesh: str) -> None:
     """2 groups of heads on the 4 ranks of a stage. There is one axis where the order of ranks names

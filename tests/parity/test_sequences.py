@@ -14,6 +14,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from precision import float64_casts
 from sequence_models import LENGTH, PACKED_POSITIONS, get, verify_sequences
 from torch import Tensor, nn
@@ -61,68 +62,71 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize(
     ("name", "policy", "num_ranks", "options"),
-    [
-        ("llama-uneven", "tp", 3, {"sequence_parallel": True}),
-        ("gpt2-uneven", "cp", 3, {"cp_mode": "gather"}),
-        ("mistral", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather", "ulysses"]}),
-        ("vit", "cp", 2, {"cp_mode": "ulysses"}),
-        ("llama-uneven", "cp", 3, {"cp_mode": "ring"}),
-        ("gemma2-padded", "cp", 3, {"cp_mode": "ring"}),
-        ("gpt-oss", "cp", 2, {"cp_mode": "ring"}),
-        ("llama-packed", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
-        ("prefixed", "cp", 3, {"cp_mode": "ring"}),
-        ("bloom", "cp", 3, {"cp_mode": "ring"}),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in [
-                ("bert-uneven", "tp", 2, {"sequence_parallel": True}),
-                ("t5-uneven", "tp", 3, {"sequence_parallel": True}),
-                ("vit-uneven", "tp", 2, {"sequence_parallel": True}),
-                ("gemma3", "tp", 4, {"sequence_parallel": True}),
-                ("dit", "tp", 2, {"sequence_parallel": True}),
-                ("gpt2-eager", "cp", 4, {"cp_mode": "ulysses"}),
-                ("gpt2-eager", "cp", 2, {"cp_mode": "ring"}),
-                ("gemma2-flex", "cp", 3, {"cp_mode": "ring"}),
-                ("gpt2-padded", "cp", 3, {"cp_mode": "gather"}),
-                ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": "ulysses"}),
-                ("llama-padded", "cp", 2, {"cp_mode": "ulysses"}),
-                ("bert", "cp", 4, {"cp_mode": "auto"}),
-                ("t5", "cp", 2, {"cp_mode": "ulysses"}),
-                ("t5-uneven", "cp", 3, {"cp_mode": "gather"}),
-                ("vit-uneven", "cp", 4, {"cp_mode": "gather"}),
-                ("gemma3", "cp", 3, {"cp_mode": "ring"}),
-                ("gemma3", "cp", 3, {"cp_mode": "gather", "cp_turns": 0}),
-                ("gpt2", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
-                ("t5", "cp", 3, {"cp_mode": "ring"}),
-                ("llama-packed", "cp", 3, {"cp_mode": "gather"}),
-                ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
-                ("llama-packed", "tp", 2, {"sequence_parallel": True}),
-                ("llama-packed", "cp", 9, {"cp_mode": "ring"}),  # 11 positions
-                ("llama-padded", "cp", 3, {"cp_mode": "ring"}),
-                ("llama-packed", "cp", 4, {"cp_mode": "gather", "cp_turns": 2}),
-                ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": "ring", "cp_turns": 2}),
-                ("mistral-uneven", "cp", 2, {"cp_mode": "ring", "cp_turns": 3}),
-                ("mistral-uneven", "cp", 3, {"cp_mode": "ring"}),
-                ("gemma2", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
-                ("gemma2-padded", "cp", 2, {"cp_mode": "ulysses"}),
-                ("gpt-oss", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "gather"]}),
-                ("gpt-oss", "tp", 2, {}),
-                ("bert", "cp", 2, {"cp_mode": "ring"}),
-                ("bloom", "cp", 2, {"cp_mode": "ring", "cp_turns": 0}),
-                ("bloom", "cp", 2, {"cp_mode": "ulysses"}),
-                ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
-                ("t5-eager", "cp", 2, {"cp_mode": "ring"}),
-                ("t5-uneven", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
-                ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
-                ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
-                ("vit-uneven", "cp", 3, {"cp_mode": "ring"}),
-                ("prefixed", "cp", 4, {"cp_mode": "ring", "cp_turns": 2}),
-                ("whisper", "cp", 3, {"cp_mode": "ring"}),
-                ("mamba", "cp", 3, {"cp_mode": "auto"}),
-                ("unet", "cp", 3, {"sequence": ["dim5"]}),
-            ]
-        ),
-    ],
+    spread(
+        [
+            ("llama-uneven", "tp", 3, {"sequence_parallel": True}),
+            ("gpt2-uneven", "cp", 3, {"cp_mode": "gather"}),
+            ("mistral", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather", "ulysses"]}),
+            ("vit", "cp", 2, {"cp_mode": "ulysses"}),
+            ("llama-uneven", "cp", 3, {"cp_mode": "ring"}),
+            ("gemma2-padded", "cp", 3, {"cp_mode": "ring"}),
+            ("gpt-oss", "cp", 2, {"cp_mode": "ring"}),
+            ("llama-packed", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
+            ("prefixed", "cp", 3, {"cp_mode": "ring"}),
+            ("bloom", "cp", 3, {"cp_mode": "ring"}),
+            *(
+                pytest.param(*case, marks=slow)
+                for case in [
+                    ("bert-uneven", "tp", 2, {"sequence_parallel": True}),
+                    ("t5-uneven", "tp", 3, {"sequence_parallel": True}),
+                    ("vit-uneven", "tp", 2, {"sequence_parallel": True}),
+                    ("gemma3", "tp", 4, {"sequence_parallel": True}),
+                    ("dit", "tp", 2, {"sequence_parallel": True}),
+                    ("gpt2-eager", "cp", 4, {"cp_mode": "ulysses"}),
+                    ("gpt2-eager", "cp", 2, {"cp_mode": "ring"}),
+                    ("gemma2-flex", "cp", 3, {"cp_mode": "ring"}),
+                    ("gpt2-padded", "cp", 3, {"cp_mode": "gather"}),
+                    ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": "ulysses"}),
+                    ("llama-padded", "cp", 2, {"cp_mode": "ulysses"}),
+                    ("bert", "cp", 4, {"cp_mode": "auto"}),
+                    ("t5", "cp", 2, {"cp_mode": "ulysses"}),
+                    ("t5-uneven", "cp", 3, {"cp_mode": "gather"}),
+                    ("vit-uneven", "cp", 4, {"cp_mode": "gather"}),
+                    ("gemma3", "cp", 3, {"cp_mode": "ring"}),
+                    ("gemma3", "cp", 3, {"cp_mode": "gather", "cp_turns": 0}),
+                    ("gpt2", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
+                    ("t5", "cp", 3, {"cp_mode": "ring"}),
+                    ("llama-packed", "cp", 3, {"cp_mode": "gather"}),
+                    ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
+                    ("llama-packed", "tp", 2, {"sequence_parallel": True}),
+                    ("llama-packed", "cp", 9, {"cp_mode": "ring"}),  # 11 positions
+                    ("llama-padded", "cp", 3, {"cp_mode": "ring"}),
+                    ("llama-packed", "cp", 4, {"cp_mode": "gather", "cp_turns": 2}),
+                    ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": "ring", "cp_turns": 2}),
+                    ("mistral-uneven", "cp", 2, {"cp_mode": "ring", "cp_turns": 3}),
+                    ("mistral-uneven", "cp", 3, {"cp_mode": "ring"}),
+                    ("gemma2", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
+                    ("gemma2-padded", "cp", 2, {"cp_mode": "ulysses"}),
+                    ("gpt-oss", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "gather"]}),
+                    ("gpt-oss", "tp", 2, {}),
+                    ("bert", "cp", 2, {"cp_mode": "ring"}),
+                    ("bloom", "cp", 2, {"cp_mode": "ring", "cp_turns": 0}),
+                    ("bloom", "cp", 2, {"cp_mode": "ulysses"}),
+                    ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
+                    ("t5-eager", "cp", 2, {"cp_mode": "ring"}),
+                    ("t5-uneven", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
+                    ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
+                    ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
+                    ("vit-uneven", "cp", 3, {"cp_mode": "ring"}),
+                    ("prefixed", "cp", 4, {"cp_mode": "ring", "cp_turns": 2}),
+                    ("whisper", "cp", 3, {"cp_mode": "ring"}),
+                    ("mamba", "cp", 3, {"cp_mode": "auto"}),
+                    ("unet", "cp", 3, {"sequence": ["dim5"]}),
+                ]
+            ),
+        ],
+        2,
+    ),
 )
 def test_split_sequences_compute_what_one_device_does(
     name: str, policy: str, num_ranks: int, options: dict[str, Any], tmp_path: Path
@@ -197,7 +201,7 @@ def test_a_ring_sends_the_keys_that_are_seen(
     assert sent == [part * keys_and_values for part in parts]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 4], 2))
 def test_documents_do_not_send_what_others_do_not_see(num_ranks: int, tmp_path: Path) -> None:
     """Counts from the mask, pair by pair: a key goes to every other rank that has a later position
     of the same document in the same row.
@@ -285,10 +289,10 @@ def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "turns"),
     [
-        ("gpt2-dropout", 3, 1),
+        pytest.param("gpt2-dropout", 3, 1, marks=slow),
         pytest.param("gpt2-dropout", 4, 0, marks=slow),
         ("gpt2-dropout", 2, 1),
-        ("gemma2-dropout", 3, 1),
+        pytest.param("gemma2-dropout", 3, 1, marks=slow),
         pytest.param("gemma2-dropout", 2, 2, marks=slow),
         pytest.param("gpt-oss-dropout", 3, 1, marks=slow),
         pytest.param("gpt-oss-dropout", 2, 0, marks=slow),

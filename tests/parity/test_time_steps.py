@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright import ComputeConfig, parallelize
@@ -207,10 +208,13 @@ CASES: list[tuple[type[nn.Module], int, int, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(
     ("model", "steps", "loops", "policies"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if case[0] in (BothWays, StateSpace) else ())
-        for case in CASES
-    ],
+    spread(
+        [
+            pytest.param(*case, marks=pytest.mark.slow if case[0] in (BothWays, StateSpace) else ())
+            for case in CASES
+        ],
+        2,
+    ),
 )
 def test_a_loop_is_one_operator_and_computes_what_the_model_does(
     model: type[nn.Module], steps: int, loops: int, policies: tuple[str, ...]
@@ -225,7 +229,8 @@ def test_a_loop_is_one_operator_and_computes_what_the_model_does(
 
 
 @pytest.mark.parametrize(
-    ("model", "policy"), [(Losses, "data"), (StateSpace, "data"), (StateSpace, "tp"), (Heads, "tp")]
+    ("model", "policy"),
+    spread([(Losses, "data"), (StateSpace, "data"), (StateSpace, "tp"), (Heads, "tp")], 2),
 )
 def test_ranks_share_the_work_of_a_loop(model: type[nn.Module], policy: str) -> None:
     """None of them says that each rank does much more than its part. Three ranks share four rows

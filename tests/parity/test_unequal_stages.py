@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same
+from covers import spread
 from parity import assert_close_tree
 from tied import SAMPLES, Tied
 from traces import shared_traces
@@ -124,32 +125,35 @@ def test_tied_embeddings(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "case", "num_units", "settings"),
-    [
-        pytest.param("t5", "tp=2 to one", 2, {}, marks=pytest.mark.slow),
-        pytest.param(
-            "t5",
-            "three",
-            1,
-            {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6},
-            marks=pytest.mark.slow,
-        ),
-        ("gpt2", "dp=2 to tp=3", 2, {"use_async_reducer": True, "grad_reduction": "mean"}),
-        pytest.param("gpt2", "tp=2 to one", 2, {"use_zero": True}, marks=pytest.mark.slow),
-        (
-            "gpt2",
-            "tp=2 to one",
-            2,
-            {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-3}},
-        ),
-        pytest.param(
-            "gpt2",
-            "dp=2 to tp=3",
-            2,
-            {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6},
-            marks=pytest.mark.slow,
-        ),
-        ("gpt2", "tp=2 to one", 2, {"use_zero": 3}),
-    ],
+    spread(
+        [
+            pytest.param("t5", "tp=2 to one", 2, {}, marks=pytest.mark.slow),
+            pytest.param(
+                "t5",
+                "three",
+                1,
+                {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6},
+                marks=pytest.mark.slow,
+            ),
+            ("gpt2", "dp=2 to tp=3", 2, {"use_async_reducer": True, "grad_reduction": "mean"}),
+            pytest.param("gpt2", "tp=2 to one", 2, {"use_zero": True}, marks=pytest.mark.slow),
+            (
+                "gpt2",
+                "tp=2 to one",
+                2,
+                {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-3}},
+            ),
+            pytest.param(
+                "gpt2",
+                "dp=2 to tp=3",
+                2,
+                {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6},
+                marks=pytest.mark.slow,
+            ),
+            ("gpt2", "tp=2 to one", 2, {"use_zero": 3}),
+        ],
+        3,
+    ),
 )
 def test_units_and_ways_to_reduce(
     name: str, case: str, num_units: int, settings: dict[str, Any]
@@ -225,6 +229,7 @@ def test_gradients_of_copies_are_added_up_in_the_dtype_of_their_owners(tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     """Saved, deduped and merged, and loaded under the same plan and another one: training goes on
     as before.

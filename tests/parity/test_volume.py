@@ -14,6 +14,7 @@ from typing import Any
 import plans
 import pytest
 import zoo
+from covers import spread
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.program import Adapt
@@ -69,7 +70,7 @@ def elements(traffic: dict[CommunicationKey, CommunicationVolume], phase: str) -
     return sum(volume.elements for key, volume in traffic.items() if key.phase == phase)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 4], 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_parallelism_sends_what_megatron_sends(
     name: str, num_ranks: int, tmp_path: Path
@@ -133,7 +134,7 @@ def test_whole_logits_cost_one_gather(name: str, tmp_path: Path) -> None:
     assert (gathered["forward"].calls, gathered["forward"].elements) == (1, B * S * 32)
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 def test_a_training_step_sends_nothing_for_outputs_beside_the_loss(
     policy: str, tmp_path: Path
 ) -> None:

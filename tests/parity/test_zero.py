@@ -42,7 +42,7 @@ COVER = pairwise()
 
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(i, marks=[pytest.mark.slow] if i % 4 else []) for i in range(len(COVER))],
+    [pytest.param(i, marks=[pytest.mark.slow] if i % 8 else []) for i in range(len(COVER))],
 )
 def test_models(index: int) -> None:
     check(COVER[index])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zero3_jobs
 import zoo
+from covers import spread
 from precision import float64_casts
 from spawn import run_processes
 from torch import Tensor, nn
@@ -100,7 +101,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+    "case",
+    spread(
+        [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+        2,
+        whole=True,
+    ),
+    ids=str,
 )
 def test_training_equals_one_device(case: Case) -> None:
     """Losses, gradients, parameters and buffers over several steps. With ``use_end2end`` two
@@ -200,7 +207,7 @@ def test_each_weight_is_gathered_twice_and_reduced_once(units: int, tmp_path: Pa
         run_ranks(units, rank)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", spread(["llama", "t5"], 2))
 def test_gathers_that_join_change_no_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import tiny_gpt
 import torch
 import zoo
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.ir.op import IROp
@@ -49,7 +50,7 @@ def data_by_tensor(graph: PlannableGraph, config: ComputeConfig) -> PlannableGra
     return b.build("data x tensor")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2-uneven"])
+@pytest.mark.parametrize("name", spread(["gpt2", "llama", "gpt2-uneven"], 3, first=2))
 def test_two_axes_on_one_mesh(name: str, tmp_path: Path) -> None:
     entry = zoo.get(name)
     compiled, outcome = plans.check_policy(

@@ -6,6 +6,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from parity import assert_close_tree
 from plans import compile_with, zoo_traced
 from precision import float64_casts
@@ -71,24 +72,28 @@ FLAGS = 2  # beside each summed gradient travels one element: whether any rank h
 
 @pytest.mark.parametrize(
     "options, forward, backward",
-    [
-        ({"mode": "2d", "shape": [2, 2]}, (X + W) / 4, 2 * (X + W) / 4),
-        ({"mode": "2d", "shape": [2, 3]}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
-        (
-            {"mode": "2.5d", "shape": [2, 2, 2]},
-            (X / 2 + W) / 4,
-            2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
-        ),
-        ({"mode": "3d", "shape": [2, 2, 2]}, (X + W + X) / 8, (X + W + X) / 8),
-        ({"mode": "2d", "shape": [2, 3], **STEPS}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
-        (
-            {"mode": "2.5d", "shape": [2, 2, 2], **STEPS},
-            (X / 2 + W) / 4,
-            2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
-        ),
-        # Inputs and weights again, their gradients, and the gradients of results.
-        ({"mode": "3d", "shape": [2, 2, 2], **STEPS}, (X + W + X) / 8, 2 * (X + W) / 8 + X / 8),
-    ],
+    spread(
+        [
+            ({"mode": "2d", "shape": [2, 2]}, (X + W) / 4, 2 * (X + W) / 4),
+            ({"mode": "2d", "shape": [2, 3]}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
+            (
+                {"mode": "2.5d", "shape": [2, 2, 2]},
+                (X / 2 + W) / 4,
+                2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
+            ),
+            ({"mode": "3d", "shape": [2, 2, 2]}, (X + W + X) / 8, (X + W + X) / 8),
+            ({"mode": "2d", "shape": [2, 3], **STEPS}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
+            (
+                {"mode": "2.5d", "shape": [2, 2, 2], **STEPS},
+                (X / 2 + W) / 4,
+                2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
+            ),
+            # Inputs and weights again, their gradients, and the gradients of results.
+            ({"mode": "3d", "shape": [2, 2, 2], **STEPS}, (X + W + X) / 8, 2 * (X + W) / 8 + X / 8),
+        ],
+        2,
+        first=1,
+    ),
     ids=["2d", "2d 2x3", "2.5d", "3d", "2d 2x3 steps", "2.5d steps", "3d steps"],
 )
 def test_linears_receive_what_the_formulas_say(options, forward, backward, tmp_path):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import runtime_ranks
 import torch
+from covers import spread
 from placements import Sharded, convert, decode, encode, transposed
 from spawn import run_processes
 
@@ -65,7 +66,7 @@ def run_adapter(num_ranks, source, target, pieces, grads):
     return [list(results) for results in zip(*run_ranks(num_ranks, on_rank), strict=True)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 3, 4], 3, first=1))
 @pytest.mark.parametrize("case", SHARDED)
 def test_value_and_gradient_survive(case, num_ranks):
     torch.manual_seed(0)

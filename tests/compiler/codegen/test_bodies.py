@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from covers import spread
 from parity import assert_close_tree, tensors_of
 from precision import float64_casts
 from torch import Tensor, nn
@@ -472,7 +473,7 @@ def test_a_fixed_argument_is_checked_in_evaluation_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["resnet", "gpt2-padded"])
+@pytest.mark.parametrize("name", spread(["resnet", "gpt2-padded"], 2))
 def test_evaluation_equals_the_module_in_evaluation(name: str, policy: str, tmp_path: Path) -> None:
     """After a step of training: batch norm with the statistics it gathered, dropout off."""
 

@@ -90,6 +90,7 @@ def check_format(directory: Path) -> None:
         assert done.returncode == 0, done.stdout[:3000] + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import plans
 import pytest
 import torch
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.codegen.emit import class_name
@@ -62,19 +63,22 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("all_reduce", "grad_all_reduce"),  # adapters that the file imports
-        ("tp", "F"),  # an axis, and an import
-        ("mesh", "rank"),  # attributes of a parallel module
-        ("weights", "update_buffer"),
-        ("torch", "Mesh"),
-        ("x", "self"),
-        ("class", "a-b"),
-        ("0", "1"),
-        ("_first", "ünïcode"),
-        ("forward_eval", "tp_block"),
-        ("shared", "end2end"),
-    ],
+    spread(
+        [
+            ("all_reduce", "grad_all_reduce"),  # adapters that the file imports
+            ("tp", "F"),  # an axis, and an import
+            ("mesh", "rank"),  # attributes of a parallel module
+            ("weights", "update_buffer"),
+            ("torch", "Mesh"),
+            ("x", "self"),
+            ("class", "a-b"),
+            ("0", "1"),
+            ("_first", "ünïcode"),
+            ("forward_eval", "tp_block"),
+            ("shared", "end2end"),
+        ],
+        3,
+    ),
 )
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_awkward_module_names(first: str, second: str, policy: str, tmp_path: Path) -> None:
@@ -83,14 +87,17 @@ def test_awkward_module_names(first: str, second: str, policy: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("stage1", "stage0"),  # the methods of the stages
-        ("segment", "run"),
-        ("segments", "output"),  # attributes of a pipelined module
-        ("actions", "enter"),
-        ("Segment", "leaves"),
-        ("stage1_eval", "Transfer"),
-    ],
+    spread(
+        [
+            ("stage1", "stage0"),  # the methods of the stages
+            ("segment", "run"),
+            ("segments", "output"),  # attributes of a pipelined module
+            ("actions", "enter"),
+            ("Segment", "leaves"),
+            ("stage1_eval", "Transfer"),
+        ],
+        3,
+    ),
 )
 def test_awkward_module_names_in_a_pipeline(first: str, second: str) -> None:
     config = {

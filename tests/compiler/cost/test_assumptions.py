@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import sequence_models
+from covers import spread
 from traces import shared_trace
 
 from shardwright.compiler.compile import compile_graph
@@ -19,11 +20,14 @@ from shardwright.runtime.config import ComputeConfig
 
 @pytest.mark.parametrize(
     ("model", "mode", "assumed"),
-    [
-        ("llama-packed", "ring", (ONE_DOCUMENT, HANDED_ON)),
-        ("llama-packed", "ulysses", (ONE_DOCUMENT,)),
-        ("llama", "ring", ()),
-    ],
+    spread(
+        [
+            ("llama-packed", "ring", (ONE_DOCUMENT, HANDED_ON)),
+            ("llama-packed", "ulysses", (ONE_DOCUMENT,)),
+            ("llama", "ring", ()),
+        ],
+        3,
+    ),
 )
 def test_what_lengths_of_documents_are_taken_to_be(
     model: str, mode: str, assumed: tuple[str, ...]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from covers import spread
 from plans import traced, write, zoo_traced
 from precision import float64_casts
 
@@ -59,7 +60,7 @@ def cost_of(
     return audit(found.program, config, hardware)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", spread(["1f1b", "zb_h1"], 2, first=1))
 def test_a_pipeline_for_inference_runs_forwards_only(schedule: str) -> None:
     """Whatever schedule the plan has for training: no backward, no gradients, no optimizer."""
     options = {"num_microbatches": 3, "schedule": schedule}
@@ -79,7 +80,8 @@ def test_a_pipeline_for_inference_runs_forwards_only(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "plan", "runtime"), [("dp", 1, 1), ("tp", 2, 2), ("data", 2, 4), ("tp", 2, 4)]
+    ("policy", "plan", "runtime"),
+    spread([("dp", 1, 1), ("tp", 2, 2), ("data", 2, 4), ("tp", 2, 4)], 2, first=1),
 )
 def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) -> None:
     found, config = compiled(policy, plan, runtime)
@@ -533,7 +535,7 @@ def test_a_schedule_fixes_the_number_of_microbatches() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["tp", "pp"])
+@pytest.mark.parametrize("policy", spread(["tp", "pp"], 2))
 def test_a_body_takes_no_less_than_its_launches(policy: str) -> None:
     """Only the number of operators counts where the queue of launches is slower than all work:
     a step takes twice as long where a launch does. A fast queue changes nothing.

@@ -11,6 +11,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from mlp_training import adamw
 from precision import float64_casts
 from torch import Tensor, nn
@@ -69,7 +70,9 @@ FEATURES = {"features": torch.arange(256, dtype=torch.float64).view(8, 4, 8) / 2
 
 @pytest.mark.parametrize(
     ("made", "inputs", "seed"),
-    [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 0), (Features, FEATURES, 1)],
+    spread(
+        [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 0), (Features, FEATURES, 1)], 3
+    ),
 )
 def test_of_adapters(
     made: type[nn.Module], inputs: dict[str, Tensor], seed: int, tmp_path: Path

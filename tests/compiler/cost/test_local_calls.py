@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from covers import spread
 from example_ops import all_calls, example_op
 from in_shares import Named, check_each, shares
 from op_examples import Call
@@ -17,7 +18,7 @@ from shardwright.runtime.layout import Layout, Mesh
 MESHES = [Mesh((("a", 2), ("b", 1))), Mesh((("a", 2), ("b", 3)))]
 
 
-@pytest.mark.parametrize("calls", shares(all_calls()))
+@pytest.mark.parametrize("calls", spread(shares(all_calls()), 3, first=1))
 def test_local_shapes_are_those_of_the_rank_at_index_0(calls: Sequence[Named]) -> None:
     check_each(calls, check_shapes)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import split_check
 import torch
+from covers import spread
 
 from shardwright.compiler.ops.rule import Factor, FactorKind, FactorRef, OpRule, TensorRefs
 from shardwright.compiler.ops.shapes import segmented_slice_rule
@@ -81,7 +82,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("function, args", CALLS, ids=[c[0].__name__ for c in CALLS])
+@pytest.mark.parametrize("function, args", spread(CALLS, 3), ids=[c[0].__name__ for c in CALLS])
 def test_refined(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     op, tensors, _ = split_check.trace(function, *args)
     assert op.rule is not None

@@ -10,6 +10,7 @@ import plans
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from sequence_models import get
 from torch import Tensor, nn
 
@@ -31,14 +32,18 @@ def attention(name: str) -> list[IROp]:
 
 @pytest.mark.parametrize(
     ("name", "bands", "others"),
-    [
-        ("gemma2", [WINDOW, CAUSAL], {"cap": 50.0}),
-        ("gemma2-padded", [WINDOW, CAUSAL], {"cap": 50.0, "blind": "mean"}),
-        ("gpt-oss", [WINDOW, CAUSAL], {"blind": None}),
-        ("llama-packed", [None, None], {"comparisons": ("eq", "le"), "blind": None}),
-        ("packed-dropout", [None, None], {"comparisons": ("eq", "le"), "dropout_p": DROPS}),
-        ("window-dropout", [WINDOW, WINDOW], {"blind": "mean", "dropout_p": DROPS}),
-    ],
+    spread(
+        [
+            ("gemma2", [WINDOW, CAUSAL], {"cap": 50.0}),
+            ("gemma2-padded", [WINDOW, CAUSAL], {"cap": 50.0, "blind": "mean"}),
+            ("gpt-oss", [WINDOW, CAUSAL], {"blind": None}),
+            ("llama-packed", [None, None], {"comparisons": ("eq", "le"), "blind": None}),
+            ("packed-dropout", [None, None], {"comparisons": ("eq", "le"), "dropout_p": DROPS}),
+            ("window-dropout", [WINDOW, WINDOW], {"blind": "mean", "dropout_p": DROPS}),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_masks_of_models_are_read(
     name: str, bands: list[object], others: dict[str, object]

@@ -8,6 +8,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.ir.graph import Tree
@@ -66,7 +67,7 @@ def compute(program: Program, path: str, target: str) -> Compute:
     )
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
 def test_programs_of_policies_hold(name: str, policy: str) -> None:
     verify_program(program_of(name, policy))

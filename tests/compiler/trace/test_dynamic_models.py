@@ -10,6 +10,7 @@ from tracing import same_as_eager, traced
 DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.trace.entry import trace
@@ -124,7 +125,7 @@ def build(form: Callable[..., Tensor], top_k: int = 2) -> nn.Module:
         return Loop(form, top_k).double()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", spread(FORMS, 2))
 def test_a_loop_is_one_dispatch_and_equals_one_device(name: str, tmp_path: Path) -> None:
     """Experts lie on two ranks, their inner width on two others each."""
     form, top_k = FORMS[name]

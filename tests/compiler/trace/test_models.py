@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from covers import spread
 from plans import zoo_traced
 from precision import float64_casts
 from tracing import same_as_eager, traced
@@ -16,7 +17,7 @@ from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.trace import trace
 
 
-@pytest.mark.parametrize("name", zoo.names("even"))
+@pytest.mark.parametrize("name", spread(zoo.names("even"), 3))
 def test_bit_equal_to_eager(name: str) -> None:
     entry, graph = zoo.get(name), zoo_traced(name)
     with float64_casts():

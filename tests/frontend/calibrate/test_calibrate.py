@@ -566,6 +566,7 @@ def told_in_a_process(world: World, quick: bool) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow
 def test_what_new_processes_do_is_heard_here() -> None:
     heard = Heard()
     with listening(heard):

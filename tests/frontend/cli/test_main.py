@@ -511,6 +511,7 @@ def test_a_shell_completes_commands_options_and_values(capsys) -> None:
     assert completed("train", "--optimizer.n") == ["--optimizer.name"]
 
 
+@pytest.mark.slow
 def test_it_ends_quietly_where_nobody_reads() -> None:
     """Nothing is said of a pipe that was closed, as by ``shardwright ... | head``."""
     reader, writer = os.pipe()

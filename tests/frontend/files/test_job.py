@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from covers import spread
 
 from shardwright.frontend.files.job import Job
 from shardwright.runtime.errors import DistributedError, TraceError
@@ -181,7 +182,7 @@ def short_limit(monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_NOTICE_S", "0.1")
 
 
-@pytest.mark.parametrize(("missing", "others"), [(0, (1, 2)), (2, (0, 1))])
+@pytest.mark.parametrize(("missing", "others"), spread([(0, (1, 2)), (2, (0, 1))], 2, first=1))
 def test_a_rank_that_never_comes_is_given_up_by_name(short_limit, caplog, missing, others):
     """Whether it is the first one or another, and also by those that wait for whoever waits for
     it.
@@ -214,6 +215,7 @@ def in_job(job, act):
         return act()
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_is_waited_for_beyond_the_limit(monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT_S", "2")
     release = threading.Event()
@@ -320,6 +322,7 @@ def test_nothing_of_what_was_told_stays_in_the_store():
     assert stores[0].num_keys() <= 3  # the last one told, and what a store keeps for itself
 
 
+@pytest.mark.slow
 def test_threads_wait_for_the_first_rank_as_long_as_it_works(short_limit):
     release = threading.Event()
     threading.Timer(2.0, release.set).start()

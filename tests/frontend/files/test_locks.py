@@ -108,6 +108,7 @@ def test_a_holder_that_is_stopped_is_given_up_in_words(tmp_path, monkeypatch, ca
     assert caplog.messages[-1].endswith(f"waiting for it, for 0 s so far; {who}")
 
 
+@pytest.mark.slow
 def test_a_holder_that_works_is_waited_for_beyond_the_limit(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_TIMEOUT_S", "2")
     held = threading.Event()

@@ -41,6 +41,7 @@ def assert_equal_files(ours: Path, theirs: Path) -> None:
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "policy", "fields"),

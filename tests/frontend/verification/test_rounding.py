@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from torch import Tensor, nn
 
 import shardwright.frontend.verification.verify as verification
@@ -114,19 +115,22 @@ def test_exact_gradients_are_told_from_the_loss(scaled: bool, expected: bool) ->
 
 @pytest.mark.parametrize(
     ("name", "kind", "error"),
-    [
-        (
-            "conv.bias",
-            "gradients",
-            1e-9,
-        ),  # one of those that are rounding, far above its rounding of 1e-12
-        ("conv.weight", "gradients", 1e-10),
-        ("norm.weight", "gradients", 1e-11),
-        ("conv.bias", "parameters", 1e-9),
-        ("norm.weight", "parameters", 2e-10),
-        ("norm.running_mean", "buffers", 1e-10),
-        ("norm.running_var", "buffers", 1e-9),
-    ],
+    spread(
+        [
+            (
+                "conv.bias",
+                "gradients",
+                1e-9,
+            ),  # one of those that are rounding, far above its rounding of 1e-12
+            ("conv.weight", "gradients", 1e-10),
+            ("norm.weight", "gradients", 1e-11),
+            ("conv.bias", "parameters", 1e-9),
+            ("norm.weight", "parameters", 2e-10),
+            ("norm.running_mean", "buffers", 1e-10),
+            ("norm.running_var", "buffers", 1e-9),
+        ],
+        2,
+    ),
 )
 def test_small_true_differences_are_found(
     name: str, kind: str, error: float, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +250,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+@pytest.mark.parametrize("mistake", spread([None, *MISTAKES], 2))
 def test_mistakes_are_found_where_last_digits_are_rounding(mistake: str | None, chain: Any) -> None:
     ours, reference, repeats = chain
     gradients = {name: gradient.clone() for name, gradient in ours.gradients.items()}

@@ -23,6 +23,7 @@ class Small(nn.Module):
         return self.down(self.drop(torch.relu(self.up(x)))).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "fields"),
     [

@@ -122,6 +122,7 @@ class Words(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + self.attention(x)
 
 
+@pytest.mark.slow
 def test_zigzag_has_its_loss_in_pieces_where_memory_binds() -> None:
     """The plan of a simple policy does not fit as it is, and is the fastest with the loss in
     pieces. What it needs without is said.

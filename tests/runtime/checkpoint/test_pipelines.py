@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from checkpoints import assert_same
+from covers import spread
 from pipeline_files import Net
 from pipeline_training import adamw, samples_of, scale, train_reference, write
 from pipelines import make_pipe
@@ -53,7 +54,7 @@ def on(pipe, fn, num_units=1):
 
 @pytest.mark.parametrize(
     ("pipe", "num_units"),
-    [(pipe, 1 + number % 2) for number, pipe in enumerate([*TIED, *CUT])],
+    spread([(pipe, 1 + number % 2) for number, pipe in enumerate([*TIED, *CUT])], 2),
     ids=lambda value: f"{getattr(value, 'ranks', value)}",
 )
 def test_saved_by_a_pipeline(tmp_path, pipe, num_units):

@@ -6,6 +6,7 @@ import checkpoints as c
 import pytest
 import torch
 import transformers
+from covers import spread
 from torch import Tensor, nn
 
 import shardwright
@@ -26,7 +27,7 @@ def saved(name, directory):
 
 @pytest.mark.parametrize(
     ("name", "max_file_bytes"),
-    [("gpt2", 4000), ("llama-tied", None), ("bert", 4000), ("t5", 4000), ("vit", None)],
+    spread([("gpt2", 4000), ("llama-tied", None), ("bert", 4000), ("t5", 4000), ("vit", None)], 2),
 )
 def test_from_pretrained_reads_an_export(tmp_path, name, max_file_bytes):
     expected = saved(name, tmp_path / "run")

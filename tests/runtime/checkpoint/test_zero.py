@@ -7,6 +7,7 @@ import copy
 import checkpoints as c
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import Mixed
 from torch import nn
@@ -130,11 +131,14 @@ SLOW += [
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [(plan, "adam") for plan in ("groups", "inside a unit", "table")]
-    + [("owned in groups", name) for name in ("muonlike", "adafactor", "adagrad")]
-    + [("inside a unit", "adagrad"), ("uneven", "sgd")]
-    + [("plain", "adafactor")]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+    spread(
+        [(plan, "adam") for plan in ("groups", "inside a unit", "table")]
+        + [("owned in groups", name) for name in ("muonlike", "adafactor", "adagrad")]
+        + [("inside a unit", "adagrad"), ("uneven", "sgd")]
+        + [("plain", "adafactor")]
+        + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+        2,
+    ),
 )
 def test_merged_equals_one_device(tmp_path, plan, optimizer):
     model = Model(tmp_path / "files", **PLANS[plan])
@@ -209,6 +213,7 @@ TOURS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muonlike"])
 def test_a_tour_through_plans(tmp_path, optimizer):
     """Each goes on from the last one's checkpoint, in turn through files and through merged state

@@ -4,6 +4,7 @@ refused.
 
 import pytest
 import torch
+from covers import spread
 from mlp_files import MLP, make_batch, make_model, write_files
 from mlp_training import adamw, assert_equal_pieces
 
@@ -47,7 +48,7 @@ def train_reference(model: MLP, num_units, dummies=(), steps=3):
     return {**record, "parameters": dict(model.named_parameters())}
 
 
-@pytest.mark.parametrize("dummies", [(), (2,), (0, 1)])
+@pytest.mark.parametrize("dummies", spread([(), (2,), (0, 1)], 2, whole=True))
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_equals_one_device(files, dummies, asynchronous):
     config = {"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": asynchronous}

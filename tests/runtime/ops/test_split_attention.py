@@ -482,6 +482,7 @@ def test_no_rank_takes_more_queries_than_half_of_its_own() -> None:
         assert 0 <= MOST_GUESTS * samples * 1024 - taken < samples
 
 
+@pytest.mark.slow
 def test_masks_are_made_inside_of_a_graph() -> None:
     """What is remembered of marks stays outside of the graphs of torch's compiler."""
 

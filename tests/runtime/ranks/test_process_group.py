@@ -5,6 +5,8 @@ that.
 import subprocess
 import sys
 
+import pytest
+
 LEAVING = """
 import atexit
 from pathlib import Path
@@ -43,6 +45,7 @@ show_threads()
 """
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_destroyed_group_sees_the_interpreter_end(tmp_path):
     code = LEAVING.format(store=tmp_path / "store")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

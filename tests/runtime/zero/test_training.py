@@ -5,6 +5,7 @@ the options.
 import itertools
 
 import pytest
+from covers import spread
 from mlp_files import make_model, write_files
 from zero_training import OPTIMIZERS, check
 
@@ -17,19 +18,19 @@ def files(tmp_path, dp, tp):
     return write_files(tmp_path / f"mlp_{dp}_{tp}", make_model(), dp, tp)
 
 
-@pytest.mark.parametrize("options", [
+@pytest.mark.parametrize("options", spread([
     {"use_zero": 1},
     {"use_zero": 1, "zero_use_reduce_scatter": True, "use_async_reducer": True},
     {"use_zero": 2, "reducer_bucket_cap_mb": 3e-4},
     {"use_zero": 2, "use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6},
-], ids=str)  # fmt: skip
+], 3), ids=str)  # fmt: skip
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh(tmp_path, mesh, options):
     dp, tp, units = mesh
     check(files(tmp_path, dp, tp), dp * tp * units, units, **options)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", spread(OPTIMIZERS, 2))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_optimizer(tmp_path, name, stage):
     check(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covers import spread
 from memory_ranks import measured_peaks
 from plans import traced
 from torch import Tensor, nn
@@ -32,15 +33,18 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "sizes", "options"),
-    [
-        ("LSTM", torch.float32, (16, 32, 8, 20), {}),
-        ("LSTM", torch.float32, (16, 32, 8, 120), {"num_layers": 2}),
-        ("LSTM", torch.bfloat16, (64, 128, 4, 50), {}),
-        ("LSTM", torch.float64, (16, 32, 8, 20), {}),
-        ("GRU", torch.float32, (16, 32, 8, 20), {}),
-        ("RNN", torch.float32, (16, 32, 8, 20), {}),
-        pytest.param("LSTM", torch.float32, (700, 1100, 16, 40), {}, marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            ("LSTM", torch.float32, (16, 32, 8, 20), {}),
+            ("LSTM", torch.float32, (16, 32, 8, 120), {"num_layers": 2}),
+            ("LSTM", torch.bfloat16, (64, 128, 4, 50), {}),
+            ("LSTM", torch.float64, (16, 32, 8, 20), {}),
+            ("GRU", torch.float32, (16, 32, 8, 20), {}),
+            ("RNN", torch.float32, (16, 32, 8, 20), {}),
+            pytest.param("LSTM", torch.float32, (700, 1100, 16, 40), {}, marks=pytest.mark.slow),
+        ],
+        3,
+    ),
 )
 def test_peaks_are_those_measured(
     kind: str, dtype: torch.dtype, sizes: tuple[int, ...], options: dict[str, int], tmp_path: Path

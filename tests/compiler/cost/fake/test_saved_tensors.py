@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from example_ops import all_calls, example_op, run_op, tensors_of
 from in_shares import Named, check_each, shares
 from op_examples import Call
@@ -46,7 +47,7 @@ keep.
 """
 
 
-@pytest.mark.parametrize("calls", shares(all_calls()))
+@pytest.mark.parametrize("calls", spread(shares(all_calls()), 3))
 def test_every_operator_against_autograd(calls: Sequence[Named]) -> None:
     check_each(calls, check_saved)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from covers import spread
 from memory_ranks import measured_peaks
 from plans import traced, zoo_traced
 
@@ -97,7 +98,8 @@ def test_peaks_are_those_measured(case: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "plan", "runtime", "zero"), [("tp", 2, 2, 0), ("dp", 1, 2, 0), ("dp", 1, 2, 2)]
+    ("policy", "plan", "runtime", "zero"),
+    spread([("tp", 2, 2, 0), ("dp", 1, 2, 0), ("dp", 1, 2, 2)], 3),
 )
 def test_several_microbatches_hold_gradients_and_samples(
     policy: str, plan: int, runtime: int, zero: int, tmp_path: Path
@@ -152,7 +154,7 @@ def test_zero_splits_what_stages_share_between_them_too(runtime: int, groups: in
 
 @pytest.mark.parametrize(
     ("name", "policy", "plan", "runtime", "recompute"),
-    [("gpt2", "dp", 1, 2, ("transformer.h.*",)), ("llama", "tp", 2, 4, ())],
+    spread([("gpt2", "dp", 1, 2, ("transformer.h.*",)), ("llama", "tp", 2, 4, ())], 2),
 )
 def test_zero_3_holds_pieces(
     name: str, policy: str, plan: int, runtime: int, recompute: tuple[str, ...], tmp_path: Path

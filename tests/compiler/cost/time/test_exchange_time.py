@@ -13,6 +13,7 @@ import planning
 import plans
 import pytest
 import torch
+from covers import spread
 from memory_ranks import measured_peaks
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "plan", "runtime", "fields"), CASES, ids=str)
+@pytest.mark.parametrize(("policy", "plan", "runtime", "fields"), spread(CASES, 3), ids=str)
 def test_bytes_are_those_that_ranks_count(
     policy: str, plan: int, runtime: int, fields: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -246,16 +247,19 @@ def test_nothing_hides_the_exchange(beside: bool) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "runtime", "zero", "name", "bytes_per_s"),
-    [
-        (2, 2, 0, "Adafactor", 1e5),
-        (4, 4, 0, "zero_training:Muonlike", 1e5),
-        (4, 8, 1, "Adafactor", 1e8),
-        (2, 4, 2, "zero_training:Muonlike", 1e5),
-        (2, 4, 2, "Adafactor", 1e5),
-        (2, 4, 3, "Adafactor", 1e8),
-        (1, 4, 3, "Adafactor", 1e5),
-        (1, 4, 3, "zero_training:Muonlike", 1e5),
-    ],
+    spread(
+        [
+            (2, 2, 0, "Adafactor", 1e5),
+            (4, 4, 0, "zero_training:Muonlike", 1e5),
+            (4, 8, 1, "Adafactor", 1e8),
+            (2, 4, 2, "zero_training:Muonlike", 1e5),
+            (2, 4, 2, "Adafactor", 1e5),
+            (2, 4, 3, "Adafactor", 1e8),
+            (1, 4, 3, "Adafactor", 1e5),
+            (1, 4, 3, "zero_training:Muonlike", 1e5),
+        ],
+        3,
+    ),
 )
 def test_a_search_adds_up_what_the_audit_does(
     plan: int, runtime: int, zero: int, name: str, bytes_per_s: float
@@ -315,7 +319,7 @@ class Wide(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("name", spread(["Muon", "Adafactor"], 2))
 @pytest.mark.parametrize(
     ("runtime", "fields"), [(2, {}), (4, {"use_zero": 1}), (4, {"use_zero": 3})], ids=str
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import split_check
 import torch
+from covers import spread
 
 T = torch.Tensor
 ALL = slice(None)
@@ -32,26 +33,29 @@ I, J = ints(2, 3, below=4), ints(3, below=3)
 
 @pytest.mark.parametrize(
     "index, annotation",
-    [
-        (0, "a^ b c -> b c"),
-        ((ALL, -1), "a b^ c -> a c"),
-        ((Ellipsis, 0), "a b c^ -> a b"),
-        ((ALL, None, ALL, None), "a b c -> a 1 b 1 c"),
-        ((slice(0, 4), slice(0, 3)), "a b c -> a b c"),
-        ((ALL, slice(1, None)), "a b^ c -> a d^ c"),
-        ((ALL, slice(1, 2)), "a b^ c -> a 1 c"),
-        ((Ellipsis, slice(None, None, 2)), "a b c^ -> a b d^"),
-        (I, "a^ b c, d e -> d e b c"),
-        ((I, J), "a^ b^ c, d e, e -> d e c"),
-        ((ALL, J), "a b^ c, d -> a d c"),
-        ((I, ALL, J), "a^ b c^, d e, e -> d e b"),
-        ((0, ALL, J), "a^ b c^, d -> b d"),
-        ((ALL, J[:, None], J), "a b^ c^, d 1, e -> a d e"),
-        ((None, J, slice(1, 3)), "a^ b^ c, d -> 1 d e^ c"),
-        ((torch.tensor(2), J), "a^ b^ c, , d -> d c"),
-        ([0, 2], "a^ b^ c^ -> d^ e^ f^"),
-        ((True,), "a^ b^ c^ -> 1 d^ e^ f^"),
-    ],
+    spread(
+        [
+            (0, "a^ b c -> b c"),
+            ((ALL, -1), "a b^ c -> a c"),
+            ((Ellipsis, 0), "a b c^ -> a b"),
+            ((ALL, None, ALL, None), "a b c -> a 1 b 1 c"),
+            ((slice(0, 4), slice(0, 3)), "a b c -> a b c"),
+            ((ALL, slice(1, None)), "a b^ c -> a d^ c"),
+            ((ALL, slice(1, 2)), "a b^ c -> a 1 c"),
+            ((Ellipsis, slice(None, None, 2)), "a b c^ -> a b d^"),
+            (I, "a^ b c, d e -> d e b c"),
+            ((I, J), "a^ b^ c, d e, e -> d e c"),
+            ((ALL, J), "a b^ c, d -> a d c"),
+            ((I, ALL, J), "a^ b c^, d e, e -> d e b"),
+            ((0, ALL, J), "a^ b c^, d -> b d"),
+            ((ALL, J[:, None], J), "a b^ c^, d 1, e -> a d e"),
+            ((None, J, slice(1, 3)), "a^ b^ c, d -> 1 d e^ c"),
+            ((torch.tensor(2), J), "a^ b^ c, , d -> d c"),
+            ([0, 2], "a^ b^ c^ -> d^ e^ f^"),
+            ((True,), "a^ b^ c^ -> 1 d^ e^ f^"),
+        ],
+        2,
+    ),
 )
 def test_getitem(index: Any, annotation: str) -> None:
     op = split_check.check(T.__getitem__, X, index)
@@ -123,7 +127,9 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    "function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS]
+    "function, args, kwargs, annotation",
+    spread(CALLS, 3),
+    ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS],
 )
 def test_calls(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str

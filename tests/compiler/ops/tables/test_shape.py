@@ -12,6 +12,7 @@ import pytest
 import split_check
 import torch
 import torch.nn.functional as F
+from covers import spread
 
 from shardwright.compiler.ops.strategy import strategies
 
@@ -119,7 +120,9 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    "function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS]
+    "function, args, kwargs, annotation",
+    spread(CALLS, 3),
+    ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS],
 )
 def test_calls(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str

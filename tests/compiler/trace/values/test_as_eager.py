@@ -14,6 +14,7 @@ import tiny_families
 import torch
 import torch.nn.functional as F
 import transformers
+from covers import spread
 from torch import Tensor, nn
 from tracing import same_as_eager, traced
 from transformers.masking_utils import (
@@ -139,7 +140,9 @@ def test_values_that_are_not_there_are_asked_for() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:forward reads the values of")
-@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "ColPaliForRetrieval"])
+@pytest.mark.parametrize(
+    "name", spread(["PaliGemmaForConditionalGeneration", "ColPaliForRetrieval"], 2, first=1)
+)
 def test_prefixes_are_attended_to_as_on_one_device(name: str) -> None:
     torch.manual_seed(0)
     model, given = tiny_families.working(getattr(transformers, name), mask=True, labels=True)

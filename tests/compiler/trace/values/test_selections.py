@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from covers import spread
 from torch import Tensor, nn
 from tracing import traced
 
@@ -210,7 +211,7 @@ class Tagger(nn.Module):
         )
 
 
-@pytest.mark.parametrize(("policy", "ranks"), [("tp", 3), ("data", 2), ("autodist", 4)])
+@pytest.mark.parametrize(("policy", "ranks"), spread([("tp", 3), ("data", 2), ("autodist", 4)], 3))
 def test_parity(policy: str, ranks: int) -> None:
     report = verify(
         Tagger(),

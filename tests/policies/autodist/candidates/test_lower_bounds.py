@@ -11,6 +11,7 @@ import planning
 import plans
 import pytest
 import torch
+from covers import spread
 from torch import nn
 
 from shardwright.compiler.cost.machine.device import Tiling
@@ -115,7 +116,7 @@ def only_arithmetic(preset: str, num_devices: int) -> Hardware:
     return replace(found, device=device, tiers=tiers)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "resnet"])
+@pytest.mark.parametrize("name", spread(["gpt2", "llama-uneven", "resnet"], 2))
 @pytest.mark.parametrize("preset", ["a100-80gb", "cpu"])
 def test_no_random_plan_is_below(name, preset):
     graph, rng = plans.zoo_graph(name), random.Random(name)
@@ -132,7 +133,7 @@ def test_no_random_plan_is_below(name, preset):
             assert planning.audited_s(graph, plan, wanted) >= least
 
 
-@pytest.mark.parametrize("policy", ["tp", "data", "pp", "hybrid"])
+@pytest.mark.parametrize("policy", spread(["tp", "data", "pp", "hybrid"], 2, first=1))
 def test_no_plan_of_a_policy_is_below(policy):
     graph = plans.zoo_graph("gpt2")
     pipeline = (

@@ -36,6 +36,7 @@ def found_between_slow_links() -> SearchResult:
     return search(zoo_graph("unet"), config_of(), options, two_nodes(bytes_per_s=2e3))
 
 
+@pytest.mark.slow
 def test_positions_share_nodes_where_messages_cost_more_than_gradients() -> None:
     found = found_between_slow_links()
     assert found.best is not None

@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+from covers import spread
 from planning import mesh_of, slow_machine
 from plans import zoo_graph
 
@@ -118,7 +119,9 @@ def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None
 
 
 @pytest.mark.parametrize(
-    "named_schedule", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, NamedSchedule("zb_v", 2)], ids=str
+    "named_schedule",
+    spread([ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, NamedSchedule("zb_v", 2)], 2),
+    ids=str,
 )
 def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
     named_schedule: NamedSchedule,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from covers import spread
 from planning import mesh_of, slow_machine
 
 from shardwright.compiler.plan.conversion import canonical
@@ -31,7 +32,7 @@ def random_layout(shape: list[tuple[int, ...]], mesh: Mesh, rng: random.Random) 
     return canonical(Layout(tuple(map(tuple, atoms)), tuple(partial), tuple(grad_partial)), mesh)
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "3x2", "4x3", "2x2x2"])
+@pytest.mark.parametrize("mesh", spread(["2x2", "3x2", "4x3", "2x2x2"], 2, first=1))
 @pytest.mark.parametrize(
     ("is_weight", "takes_gradient"), [(False, True), (True, True), (False, False)]
 )

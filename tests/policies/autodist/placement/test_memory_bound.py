@@ -14,6 +14,7 @@ import planning
 import plans
 import pytest
 import torch
+from covers import spread
 from planning import audited_s, mesh_of, request
 from torch import Tensor, nn
 
@@ -96,7 +97,7 @@ def cost_of(asked: PlacementRequest, plan: Plan) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("use_zero", [0, 2])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("num_microbatches", spread([1, 3], 2, first=1))
 @pytest.mark.parametrize(
     "mesh",
     ["2", pytest.param("2x2", marks=pytest.mark.slow), pytest.param("4", marks=pytest.mark.slow)],

@@ -1,5 +1,5 @@
-"""Random good plans, compiled and so verified, but not run: on one mesh, in pieces over units, or
-in stages on meshes of different sizes.
+"""Random good plans, compiled and so verified: on one mesh, in pieces over units, or in stages on
+meshes of different sizes. Those on one mesh can be run, and held to one device.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ import functools
 import random
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import plans
+import zoo
 from layouts import in_random_turns
 from museum_models import CASES
 
@@ -89,3 +92,28 @@ def refused(name: str, seed: int) -> str | None:
     except PlanError as error:
         return error.what
     return None
+
+
+@functools.cache
+def _prepared(name: str) -> tuple[Any, ...]:
+    """A model of the zoo, its inputs, its graph, and what one device computes."""
+    entry = zoo.get(name)
+    model, inputs = entry.build(), entry.inputs()
+    return model, inputs, plans.zoo_graph(name), plans.reference_run(model, [inputs], steps=1)
+
+
+def run_random(name: str, seed: int, directory: Path) -> None:
+    """Hold the loss and all gradients under the random plan of that seed, on one mesh, to those of
+    one device.
+
+    Raises :class:`AssertionError` that names model, mesh and seed.
+    """
+    model, inputs, graph, reference = _prepared(name)
+    plan = _flat(graph, random.Random(f"{name} {seed}"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = plans.compile_plan(graph, plan)
+            plans.check(model, inputs, compiled, directory / f"{name}-{seed}", reference)
+    except Exception as error:
+        raise AssertionError(f"random plan of {name} on {plan.mesh}, seed {seed}") from error

@@ -154,7 +154,7 @@ def test_models(name: str, index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "index"), REST[::6])
+@pytest.mark.parametrize(("name", "index"), REST[::12])
 def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
     check(partial(verify_zoo, name), SIZES[index])
 

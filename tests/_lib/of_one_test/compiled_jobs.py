@@ -46,11 +46,8 @@ class Loss(Net):
 
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dp": ("dp", {"plan_ngpus": 1}),
-    "dp, ZeRO-1": ("dp", {"plan_ngpus": 1, "use_zero": 1}),
     "dp, ZeRO-2": ("dp", {"plan_ngpus": 1, "use_zero": 2}),
     "tp": ("tp", {"plan_ngpus": 2}),
-    "data": ("data", {"plan_ngpus": 2}),
     "dp, ZeRO-3": ("dp", {"plan_ngpus": 1, "use_zero": 3}),
     "pp": ("pp", {"plan_ngpus": 2, "use_end2end": True, "pas_config": {"pipeline_nmicros": 2}}),
     "recompute": ("tensor", {"plan_ngpus": 2, "pas_config": {"recompute": ["blocks.0"]}}),

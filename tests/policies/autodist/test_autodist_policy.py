@@ -193,7 +193,6 @@ def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
         ("gpt2", 4, {}),
         ("llama", 2, {}),
         ("llama", 4, {"num_microbatches": 4}),
-        ("t5", 4, {"num_microbatches": 4}),
         ("vit", 8, {"mesh": {"dp": 2, "tp": 4}}),
         ("unet", 4, {}),
     ],

@@ -22,7 +22,7 @@ def test_compiled_modules_train_as_they_do_without(tmp_path):
             assert num_graphs > 1 if several else num_graphs == 1, (name, num_graphs)
             torch.testing.assert_close(ours, losses, rtol=1e-12, atol=0)
             torch.testing.assert_close(our_parameters, parameters, rtol=1e-12, atol=1e-14)
-            is_one_unit = name in ("tp", "data", "recompute", "plan_independent")
+            is_one_unit = name in ("tp", "recompute", "plan_independent")
             assert ("is not the same on all ranks of a unit" in refusal) is is_one_unit, name
 
 

@@ -1,5 +1,6 @@
 """Every rule of the operator tables is proved on example calls: all strategies, on three ranks,
-whose pieces are of different sizes. On two ranks and on two axes they are proved by slow tests.
+whose pieces are of different sizes. On two ranks and on two axes slow tests prove
+half of the calls.
 
 The calls are those that torch's dispatch reports, so the aliases and their arguments are tested
 along with the rules.
@@ -98,7 +99,7 @@ def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS[::2])
 def test_rule_holds_on_two_ranks_and_two_axes(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -120,7 +121,8 @@ IN_ZIGZAG = [
 @pytest.mark.parametrize(("group", "mesh"), IN_ZIGZAG, ids=str)
 def test_rules_hold_in_zigzag(group: str, mesh: Mesh) -> None:
     """Pieces may be several runs, where the rule allows that."""
-    for function, args, *kwargs in op_examples.EXAMPLES[group]:
+    every = 1 if mesh == ONE_TURN else 4
+    for function, args, *kwargs in op_examples.EXAMPLES[group][::every]:
         report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=[mesh])
         assert report.ok, str(report)
 

@@ -162,7 +162,6 @@ def test_the_best_choice_costs_what_its_program_does(
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "microbatches"),
     [
-        ("gpt2", "2x2", 0, 1),
         ("llama", "2", 3, 2),
         ("t5", "2", 1, 2),
         ("unet", "2", 3, 2),

@@ -40,8 +40,6 @@ def found_within(
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 2, {"use_zero": 3}),
-    ("t5", 2, {"recompute": ()}),
-    ("gpt2", 4, {"num_microbatches": 4, "num_stages": 2}),
 ]
 
 

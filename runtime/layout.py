@@ -43,6 +43,7 @@ from typing import Any
 from shardwright.runtime.arguments import checked, checked_late
 from shardwright.runtime.atoms import Atom, Dim, Size, merge_atoms, parse_axes, parse_dim
 from shardwright.runtime.errors import LoadError, malformed
+from shardwright.runtime.hashed_once import HashedOnce, hashed_once
 from shardwright.runtime.mesh import Coords
 from shardwright.runtime.mesh import Mesh as Mesh  # whoever has layouts has meshes: one import
 from shardwright.runtime.runs import Run, dealt
@@ -70,8 +71,9 @@ class Density:
         return min(pairs, pairs * self.share * min(self.imbalance, num_ranks))
 
 
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(HashedOnce):
     """How one tensor lies on a mesh. ``dims``: of each dim its atoms, whose product it is, and the
     axes that cut them. ``partial``, ``grad_partial``: the axes along which ranks hold summands of
     the value (P) and of its gradient (G). ``density``: of a tensor of which rows are left out,

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwright.runtime.arguments import checked, checked_fields_late, checked_late
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+from shardwright.runtime.hashed_once import HashedOnce, hashed_once
 
 Coords = Mapping[str, int]
 """A rank's index along each mesh axis."""
@@ -29,8 +30,9 @@ MOST_RANKS = 2**20
 
 
 @checked_fields_late
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(HashedOnce):
     """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp
     varies fastest. ``turns``: the axes that deal what they cut in zigzag, and in how many turns.
     """
@@ -108,7 +110,7 @@ class Mesh:
     @property
     def names(self) -> tuple[str, ...]:
         """The axes, major to minor."""
-        return tuple(name for name, _ in self.axes)
+        return tuple([name for name, _ in self.axes])
 
     @property
     def size(self) -> int:
@@ -118,14 +120,14 @@ class Mesh:
     @checked_late
     def axis_size(self, axis: str) -> int:
         """The number of ranks along an axis."""
-        sizes = dict(self.axes)
-        if axis not in sizes:
-            raise ConfigError(
-                f"the mesh has no axis {axis!r}",
-                why=f"mesh {self}",
-                hint=did_you_mean(axis, self.names),
-            )
-        return sizes[axis]
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise ConfigError(
+            f"the mesh has no axis {axis!r}",
+            why=f"mesh {self}",
+            hint=did_you_mean(axis, self.names),
+        )
 
     def turns_of(self, axis: str) -> int:
         """The turns of zigzag in which an axis deals what it cuts; 0: one run to each rank."""

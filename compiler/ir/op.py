@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -112,9 +113,13 @@ class IROp:
         """The tensor arguments in signature order, those inside tuples included; a value used twice
         appears twice.
         """
-        return tuple(
-            leaf for _, value in self.args for leaf in leaves(value) if isinstance(leaf, IRValue)
-        )
+        found: list[IRValue] = []
+        for _, value in self.args:
+            if type(value) is IRValue:  # by far the most
+                found.append(value)
+            elif isinstance(value, _NESTED):
+                found += [leaf for leaf in leaves(value) if isinstance(leaf, IRValue)]
+        return tuple(found)
 
     @cached_property
     def known(self) -> dict[Callable[[IROp], Any], Any]:
@@ -156,11 +161,24 @@ class IROp:
     def map_args(self, function: Callable[[Arg], Arg]) -> IROp:
         """The call with ``function`` applied to every leaf of its arguments."""
         return self.changed(
-            args=tuple((key, map_leaves(value, function)) for key, value in self.args)
+            args=tuple(
+                [
+                    (
+                        key,
+                        map_leaves(value, function)
+                        if isinstance(value, _NESTED)
+                        else function(value),
+                    )
+                    for key, value in self.args
+                ]
+            )
         )
 
     def with_operands(self, operands: Iterable[IRValue]) -> IROp:
         """The call with its tensor arguments replaced, position by position."""
+        operands = tuple(operands)
+        if len(operands) == len(self.operands) and all(map(is_, operands, self.operands)):
+            return self
         # map_args visits leaves in the order in which ``operands`` lists them.
         remaining = iter(operands)
         return self.map_args(lambda leaf: next(remaining) if isinstance(leaf, IRValue) else leaf)
@@ -183,33 +201,38 @@ def once(function: Callable[[IROp], Result]) -> Callable[[IROp], Result]:
 
     @wraps(function)
     def asked(op: IROp) -> Result:
-        if function not in op.known:
-            op.known[function] = function(op)
-        found: Result = op.known[function]
+        known = op.known
+        if function not in known:
+            known[function] = function(op)
+        found: Result = known[function]
         return found
 
     return asked
 
 
+_NESTED = (tuple, list, slice, WhenTraining)
+"""What arguments are made of that is no leaf."""
+
+
 def leaves(arg: Arg) -> Iterator[Arg]:
     """The leaves of an argument, depth first."""
-    if isinstance(arg, tuple | list):
+    if not isinstance(arg, _NESTED):
+        yield arg
+    elif isinstance(arg, (tuple, list)):
         for item in arg:
             yield from leaves(item)
     elif isinstance(arg, slice):
         yield from leaves((arg.start, arg.stop, arg.step))
-    elif isinstance(arg, WhenTraining):
-        yield from leaves((arg.train, arg.eval))
     else:
-        yield arg
+        yield from leaves((arg.train, arg.eval))
 
 
 def map_leaves(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
     """The argument rebuilt with ``function`` applied to its leaves."""
-    if isinstance(arg, tuple | list):
-        return tuple(map_leaves(item, function) for item in arg)
+    if not isinstance(arg, _NESTED):
+        return function(arg)
+    if isinstance(arg, (tuple, list)):
+        return tuple([map_leaves(item, function) for item in arg])
     if isinstance(arg, slice):
         return slice(*(map_leaves(item, function) for item in (arg.start, arg.stop, arg.step)))
-    if isinstance(arg, WhenTraining):
-        return WhenTraining(map_leaves(arg.train, function), map_leaves(arg.eval, function))
-    return function(arg)
+    return WhenTraining(map_leaves(arg.train, function), map_leaves(arg.eval, function))

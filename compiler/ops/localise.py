@@ -31,16 +31,12 @@ CutBy = tuple[tuple[str, tuple[str, ...]], ...]
 
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
-    cut_by = _cut_by(tuple(assignment.items()), mesh)
+    given = tuple(assignment.items())
+    cut_by, exchanges = _cut_by(given, mesh), _exchanges(given, mesh)
     axes = dict(cut_by)
     # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, _known_sizes(rule.form, cut_by, mesh)))
-    exchanges = tuple(
-        Exchanged(axis, *pair)
-        for axis in mesh.names
-        if mesh.axis_size(axis) > 1 and (pair := exchange(assignment.get(axis, "R")))
-    )
     # A split that needs communication inside is run by another function.
     if rule.parallel is not None and (
         rule.random or exchanges or any(factor in axes for factor in rule.parallel.factors)
@@ -80,6 +76,17 @@ def _cut_by(given: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> CutBy:
         (factor, cut)
         for factor, cut in axes.items()
         if any(mesh.axis_size(axis) > 1 for axis in cut)
+    )
+
+
+@lru_cache(maxsize=KNOWN)
+def _exchanges(given: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> tuple[Exchanged, ...]:
+    """What strategies exchange, in the order of the axes. ``given``: the strategies by axis."""
+    assignment = dict(given)
+    return tuple(
+        Exchanged(axis, *pair)
+        for axis, size in mesh.axes
+        if size > 1 and (pair := exchange(assignment.get(axis, "R")))
     )
 
 

@@ -236,12 +236,12 @@ def layouts(
     rule: OpRule, assignment: Assignment, mesh: Mesh
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layout of every operand and every result under one strategy per axis."""
-    return _layouts(rule.form, tuple(by_place(assignment, mesh)))
+    return _layouts(rule.form, tuple(assignment.items()), mesh)
 
 
 def by_place(assignment: Assignment, mesh: Mesh) -> list[tuple[str, Strategy]]:
     """The strategies of all axes in mesh order, those in place 0 first."""
-    found = [(axis, assignment.get(axis, "R")) for axis in mesh.names]
+    found = [(axis, assignment.get(axis, "R")) for axis, _ in mesh.axes]
     if any("@" in strategy for _, strategy in found):
         found.sort(key=lambda item: split_place(item[1]))
     return found
@@ -249,10 +249,11 @@ def by_place(assignment: Assignment, mesh: Mesh) -> list[tuple[str, Strategy]]:
 
 @lru_cache(maxsize=KNOWN)
 def _layouts(
-    form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]
+    form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """The layouts that strategies give. ``strategies``: those of every axis, outermost first."""
-    rule, assignment = form.rule, dict(strategies)
+    """The layouts that ``given``, the strategies by axis, give to operators of one form."""
+    rule, strategies = form.rule, by_place(dict(given), mesh)  # outermost first
+    assignment = dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
     # Both sides by themselves: an exchange cuts one factor of the operands, another of the results.
     sides = []

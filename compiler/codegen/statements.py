@@ -123,6 +123,7 @@ class StatementWriter:
         """The names that the imports of the file bind."""
         if self._imported is None:
             self._imported = set()
+            needed: set[str] = set()
             for instruction in (
                 instruction
                 for program in self._programs()
@@ -131,7 +132,8 @@ class StatementWriter:
                 if isinstance(instruction, Adapt):
                     self._imported.add(instruction.step.kind)
                 else:
-                    self._imported |= names_bound(imports_of(instruction.op))
+                    needed |= imports_of(instruction.op)
+            self._imported |= names_bound(needed)
             for program in self._programs():
                 for tree in (program.graph.output, *(tree for _, tree in program.graph.signature)):
                     self._imported |= names_bound(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.op import leaves
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import Adapt, Loop, Program, steps
 from shardwright.compiler.plan.repeated_blocks import size_symbols
 
@@ -37,6 +38,8 @@ def used_symbols(program: Program) -> set[str]:
                         used |= size_symbols(size)
             continue
         for _, arg in instruction.op.args:
+            if type(arg) is IRValue:
+                continue
             for leaf in leaves(arg):
                 if hasattr(leaf, "free_symbols"):
                     used |= size_symbols(leaf)

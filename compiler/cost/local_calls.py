@@ -161,16 +161,21 @@ def signature(op: IROp) -> Hashable:
     return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form, op.summed
 
 
-def _described(op: IROp) -> tuple[str, ...]:
+def _described(op: IROp) -> tuple[Hashable, ...]:
     """The arguments without the names of values."""
 
-    def leaf(arg: Arg) -> Any:
-        if not isinstance(arg, IRValue):
-            return arg
-        return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
+    def described(value: IRValue) -> Hashable:
+        return tuple(map(str, value.shape)), value.dtype, value.requires_grad, value.takes_gradient
 
-    arguments = ((name, map_leaves(value, leaf)) for name, value in op.args)
-    return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
+    def leaf(arg: Arg) -> Any:
+        return described(arg) if isinstance(arg, IRValue) else arg
+
+    # Tensors one by one, which are most arguments; others as texts, as slices are no keys.
+    arguments = [
+        (name, described(value) if type(value) is IRValue else repr(map_leaves(value, leaf)))
+        for name, value in op.args
+    ]
+    return (*arguments, *map(described, op.results))
 
 
 def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, leaves
+from shardwright.compiler.ir.op import IROp, RankDevice, leaves
 from shardwright.compiler.ir.printer import print_op, print_size, print_value
 from shardwright.compiler.ir.size import Size, product, simplify
 from shardwright.compiler.ir.time_steps import TimeSteps
@@ -73,22 +73,20 @@ def verify(graph: IRGraph) -> None:
     fitting: set[Hashable] = set()
     # Each operator may read what stands above it, and defines its results for those below.
     for op in graph.ops:
-        _require(op.name not in op_names, graph, op, f"two operators are named {op.name}")
+        if op.name in op_names:
+            _require(False, graph, op, f"two operators are named {op.name}")
         op_names.add(op.name)
         _verify_args(graph, op, known)
         if op.rule is not None:
-            shapes = (tuple(value.shape for value in side) for side in (op.operands, op.results))
-            use = id(op.rule), *shapes
+            shapes = tuple([value.shape for value in (*op.operands, *op.results)])
+            use = id(op.rule), len(op.operands), shapes
             if use not in fitting:
                 _verify_rule(graph, op, op.rule)
                 fitting.add(use)
         for value in op.results:
-            _require(
-                value.kind is ValueKind.ACTIVATION,
-                graph,
-                op,
-                f"the result %{value.name} is of kind {value.kind.value}",
-            )
+            if value.kind is not ValueKind.ACTIVATION:
+                text = f"the result %{value.name} is of kind {value.kind.value}"
+                _require(False, graph, op, text)
             _define(known, value, graph, op)
     for value in graph.outputs:
         _read(known, value, graph, None)
@@ -113,41 +111,37 @@ def verify(graph: IRGraph) -> None:
 
 
 def _define(known: dict[str, IRValue], value: IRValue, graph: IRGraph, op: IROp | None) -> None:
-    _require(value.name.isidentifier(), graph, op, f"{value.name!r} is not an identifier")
-    _require(value.name not in known, graph, op, f"%{value.name} is defined twice")
+    if not value.name.isidentifier():
+        _require(False, graph, op, f"{value.name!r} is not an identifier")
+    if value.name in known:
+        _require(False, graph, op, f"%{value.name} is defined twice")
     known[value.name] = value
 
 
 def _read(known: dict[str, IRValue], value: IRValue, graph: IRGraph, op: IROp | None) -> None:
     found = known.get(value.name)
+    if found is value:
+        return
     _require(found is not None, graph, op, f"%{value.name} is read before it is made")
     assert found is not None
-    same = found is value or (
-        found.shape == value.shape and found.dtype == value.dtype and found.kind is value.kind
-    )
+    same = found.shape == value.shape and found.dtype == value.dtype and found.kind is value.kind
     if not same:  # values are printed for the error alone: printing all takes longer than checking
         text = f"%{value.name} was made as {print_value(found)} and is read as {print_value(value)}"
         _require(False, graph, op, text)
 
 
 def _verify_args(graph: IRGraph, op: IROp, known: dict[str, IRValue]) -> None:
-    names = [name for name, _ in op.args]
-    _require(len(set(names)) == len(names), graph, op, "an argument is bound twice")
-    for leaf in _all_leaves(op):
-        if isinstance(leaf, IRValue):
-            _read(known, leaf, graph, op)
-        else:
-            _require(
-                isinstance(leaf, _LITERALS) or callable(leaf),
-                graph,
-                op,
-                f"an argument is a {type(leaf).__name__}",
-            )
-
-
-def _all_leaves(op: IROp) -> Iterator[Any]:
+    if len({name for name, _ in op.args}) != len(op.args):
+        _require(False, graph, op, "an argument is bound twice")
     for _, arg in op.args:
-        yield from (leaf for leaf in leaves(arg) if not isinstance(leaf, WhenTraining))
+        if type(arg) is IRValue:
+            _read(known, arg, graph, op)
+            continue
+        for leaf in leaves(arg):
+            if isinstance(leaf, IRValue):
+                _read(known, leaf, graph, op)
+            elif not (isinstance(leaf, _LITERALS) or callable(leaf)):
+                _require(False, graph, op, f"an argument is a {type(leaf).__name__}")
 
 
 def _verify_rule(graph: IRGraph, op: IROp, rule: OpRule) -> None:

@@ -34,6 +34,9 @@ def identifier(text: str) -> str:
     Python reads identifiers in the normal form NFKC, so two names that differ before it only would
     be one variable.
     """
+    if text.isidentifier() and text.isascii():  # most are names already
+        text = text.strip("_") or "value"
+        return text if text.isidentifier() else f"_{text}"
     if not text.isascii():
         text = "".join(
             c if f"a{c}".isidentifier() else "_" for c in unicodedata.normalize("NFKC", text)

@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -280,9 +280,15 @@ def imports_of(op: IROp) -> set[str]:
         statements.add(f"import {_module_of(code)}")
     elif code[0].isalpha():
         statements.add(_SHORT_MODULES[code.partition(".")[0]])
-    for arg in _literals(op):
-        statements |= imports_of_literal(arg)
+    for _, arg in op.args:
+        if type(arg) not in _NEED_NO_IMPORT:
+            for leaf in leaves(arg):
+                statements |= imports_of_literal(leaf)
     return statements
+
+
+_NEED_NO_IMPORT = frozenset((IRValue, bool, int, float, str, type(None)))
+"""The types of most arguments."""
 
 
 def imports_of_literal(arg: Any) -> set[str]:
@@ -300,10 +306,6 @@ def names_bound(statements: Iterable[str]) -> set[str]:
     """
     words = (re.split(r"[ .]", statement) for statement in set(statements))
     return {name for found in words for name in (found[1], found[-1])}
-
-
-def _literals(op: IROp) -> Iterator[Any]:
-    return (leaf for _, arg in op.args for leaf in leaves(arg) if not isinstance(leaf, IRValue))
 
 
 def _code(opdef: OpDef, op: IROp) -> str:

@@ -24,17 +24,25 @@ from shardwright.runtime.layout import Density
 _VIEWS = ("view", "reshape")
 
 
+KnownRules = dict[tuple[int, Densities, bool], OpRule]
+"""Rules that are told of rows: by the rule without them, what is stored, and whether how many rows
+there are is left to torch. Layers share their rules, and share these, too.
+"""
+
+
 def follow_chosen_rows(graph: IRGraph) -> IRGraph:
     """The graph with ``densities`` in the rules of all operators that read chosen rows.
 
     Raises :class:`TraceError` for an operator that does not treat rows one by one.
     """
     known: dict[str, Density] = {}
+    rules: KnownRules = {}
     ops = []
     for op in graph.ops:
         assert op.rule is not None, f"{op.name} has no rule"
         if any(value.name in known for value in op.operands):
-            op = _on_rows(op, op.rule, tuple(known.get(value.name) for value in op.operands))
+            operands = tuple(known.get(value.name) for value in op.operands)
+            op = _on_rows(op, op.rule, operands, rules)
         ops.append(op)
         if op.rule is not None and op.rule.densities is not None:
             stored = zip(op.results, op.rule.densities[1], strict=True)
@@ -88,13 +96,18 @@ def with_imbalance(graph: Graph, imbalance: Imbalance | None) -> Graph:
         return graph
     ops = []
     of_value: dict[str, float] = {}  # the imbalance of each value that has rows
+    # Layers share their rules, and share those with the other assumption, too.
+    rules: dict[tuple[int, float], OpRule] = {}
     for op in graph.ops:
         if op.rule is not None and op.rule.densities is not None:
             known = [of_value[value.name] for value in op.operands if value.name in of_value]
             here = known[0] if known else of_layer(op.module_path, imbalance)
             if here is not None:
                 stored = zip(op.results, op.rule.densities[1], strict=True)
-                op = replace(op, rule=op.rule.with_imbalance(here))
+                key = id(op.rule), here
+                if key not in rules:
+                    rules[key] = op.rule.with_imbalance(here)
+                op = op.changed(rule=rules[key])
                 of_value.update({value.name: here for value, density in stored if density})
         ops.append(op)
     # Evaluation runs other operators on the same experts.
@@ -127,7 +140,9 @@ def check_has_experts(graph: IRGraph, option: str) -> None:
         )
 
 
-def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IROp:
+def _on_rows(
+    op: IROp, rule: OpRule, operands: tuple[Density | None, ...], rules: KnownRules
+) -> IROp:
     """The operator with what is stored of its operands and results, and without the number of rows
     among its arguments.
     """
@@ -135,7 +150,7 @@ def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IR
     pairs = rule.operands[position][: density.dims]
     names = {ref.factor for dim in pairs for ref in dim}
     if rule.densities is not None:  # it knows rows, but not yet how many are chosen
-        return replace(op, rule=replace(rule, densities=_chosen(rule.densities, density)))
+        return op.changed(rule=_with_rows(rule, _chosen(rule.densities, density), rules))
     # The batch of a batch norm is free, too, but its operator reduces over what ranks have of it.
     joined = set(rule.parallel.factors) if rule.parallel and not rule.random else set()
     one_by_one = (
@@ -153,7 +168,20 @@ def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IR
         raise _refusal(op)
     rows = replace(density, dims=1)
     densities = (operands, (rows,) * len(op.results))
-    return _without_row_counts(replace(op, rule=replace(rule, densities=densities)))
+    return _without_row_counts(op, rule, densities, rules)
+
+
+def _with_rows(
+    rule: OpRule, densities: Densities, rules: KnownRules, *, leaves_open: bool = False
+) -> OpRule:
+    """The rule with what is stored of its operands and results. ``leaves_open``: how many rows
+    there are.
+    """
+    key = id(rule), densities, leaves_open
+    if key not in rules:
+        localise = _row_counts_open if leaves_open else rule.localise
+        rules[key] = replace(rule, densities=densities, localise=localise)
+    return rules[key]
 
 
 def _chosen(densities: Densities, density: Density) -> Densities:
@@ -171,21 +199,21 @@ def _has_rows(refs: TensorRefs, names: set[str]) -> bool:
     return bool(refs) and names == {ref.factor for ref in refs[0]}
 
 
-def _without_row_counts(op: IROp) -> IROp:
+def _row_counts_open(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    return {"shape": (-1, *local.shape(rule.results[0])[1:])}
+
+
+def _without_row_counts(op: IROp, rule: OpRule, densities: Densities, rules: KnownRules) -> IROp:
     """The call without the number of rows among its arguments, as it is known at run time only."""
-    assert op.rule is not None
     if op.target in _VIEWS:
-
-        def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-            return {"shape": (-1, *local.shape(rule.results[0])[1:])}
-
         # How many rows there are is up to the router: torch works it out.
         shape = (-1, *op.results[0].shape[1:])
-        return replace(op.with_args(shape=shape), rule=replace(op.rule, localise=localise))
+        open_rule = _with_rows(rule, densities, rules, leaves_open=True)
+        return op.with_args(shape=shape).changed(rule=open_rule)
     sizes = (leaf for _, arg in op.args for leaf in leaves(arg) if type(leaf) is int)
     if op.results[0].shape[0] in sizes:
         raise _refusal(op)
-    return op
+    return op.changed(rule=_with_rows(rule, densities, rules))
 
 
 def _refusal(op: IROp) -> TraceError:

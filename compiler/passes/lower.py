@@ -391,10 +391,11 @@ class _Lowering:
         """
         goal = self._canonical(value, self._needed(value, target))
         if value.name not in self.versions:
-            self.versions[value.name] = {
-                # The value itself is the first copy: every route begins at it.
-                (self._canonical(value, self.produced[value.name]), None): value
-            }
+            produced = self._canonical(value, self.produced[value.name])
+            if goal == produced:  # nothing to adapt
+                return value
+            # The value itself is the first copy: every route begins at it.
+            self.versions[value.name] = {(produced, None): value}
             self.routes[value.name] = self._routes(value)
         # The tail wants another layout. The routes of training stay as they are.
         if (goal, None) not in self.versions[value.name] and goal not in self.routes[value.name]:

@@ -121,11 +121,14 @@ def _lower_body(
     ``copied``: the parameters of which stages with unequal meshes hold copies. They are sent
     between the ranks of a unit, so ZeRO-3 leaves them whole in each unit.
     """
-    # The layout of each value in the stage that makes it. A crossing starts from it.
+    # The layout of each value that crosses, in the stage that makes it.
+    crossing = {value.name for stage in stages for value, _ in stage.receives}
     made: dict[str, Layout] = {}
     for stage in stages:
         check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
         for op in stage.graph.ops:
+            if not any(value.name in crossing for value in op.results):
+                continue
             assert op.rule is not None
             found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]
             made.update(

@@ -72,12 +72,10 @@ def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
     }
     found: set[str] = set()
     for op in graph.ops:
+        if any(v.requires_grad for v in op.results):  # most operators
+            continue
         random = op.rule is not None and (op.rule.random or op.rule.updates)
-        if (
-            not random
-            and all(v.name in free for v in op.operands)
-            and not any(v.requires_grad for v in op.results)
-        ):
+        if not random and all(v.name in free for v in op.operands):
             found.add(op.name)
             free |= {value.name for value in op.results}
     return found
@@ -253,8 +251,9 @@ def place_unused(
     complete.
     """
     first = stages[0].graph
-    parameters = tuple(v for v in graph.parameters if v.name not in used or v in first.parameters)
-    buffers = tuple(v for v in graph.buffers if v.name not in used or v in first.buffers)
+    own = {value.name for value in (*first.parameters, *first.buffers)}
+    parameters = tuple(v for v in graph.parameters if v.name not in used or v.name in own)
+    buffers = tuple(v for v in graph.buffers if v.name not in used or v.name in own)
     return (
         replace(stages[0], graph=replace(first, parameters=parameters, buffers=buffers)),
         *stages[1:],

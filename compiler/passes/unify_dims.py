@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.ir.dims import DimClass, ModelDims
@@ -58,18 +58,27 @@ class Node:
         node = self
         while node.parent is not None:
             node = node.parent
+        # What was walked points to the end from now on, so that no way stays long.
+        walked = self
+        while walked is not node:
+            assert walked.parent is not None
+            walked.parent, walked = node, walked.parent
         return node
 
 
-def leaves(node: Node) -> list[Node]:
-    """The nodes a dim is the product of, outermost first; a concatenation counts as one."""
-    node = node.root()
-    return [leaf for kid in node.kids for leaf in leaves(kid)] if node.kids else [node]
-
-
-def flatten(nodes: list[Node]) -> list[Node]:
-    """The nodes that a list of dims is the product of, outermost first, without those of size 1."""
-    return [leaf for node in nodes for leaf in leaves(node) if leaf.size != 1]
+def flatten(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that a list of dims is the product of, outermost first, without those of size 1; a
+    concatenation counts as one.
+    """
+    found: list[Node] = []
+    for node in nodes:
+        if node.parent is not None:
+            node = node.root()
+        if node.kids:
+            found += flatten(node.kids)
+        elif node.size != 1:
+            found.append(node)
+    return found
 
 
 class Unifier:
@@ -226,10 +235,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     # Calls that share a rule share the refined one, where their factors have the same pieces.
     known: dict[Hashable, OpRule] = {}
     for op in graph.ops:
-        pieces = {
-            f.name: [n for n in leaves(factor_nodes[op.name, f.name]) if n.size != 1]
-            for f in _rule(op).factors
-        }
+        pieces = {f.name: flatten((factor_nodes[op.name, f.name],)) for f in _rule(op).factors}
         key = id(_rule(op)), tuple(tuple(map(_segments, nodes)) for nodes in pieces.values())
         if key not in known:
             known[key] = refine(_rule(op), pieces)

@@ -232,9 +232,10 @@ class _Walk:
         op, where = instruction.original, str(instruction.original.source)
         assert op.rule is not None
         # Inside of a loop an operator is cut by its axis, and by that of no other loop.
-        others = self.program.plan.loops.keys() - {self.loop}
-        if others & instruction.assignment.keys() or (
-            self.loop is not None and self.loop not in instruction.assignment
+        loops = self.program.plan.loops
+        if loops and (
+            (loops.keys() - {self.loop}) & instruction.assignment.keys()
+            or (self.loop is not None and self.loop not in instruction.assignment)
         ):
             raise InternalError(f"{op.name} is in the wrong loop", where=where)
         if not allowed(op.rule, instruction.assignment, self.mesh):
@@ -266,9 +267,8 @@ class _Walk:
         assert original.rule is not None
         whole = original.with_operands(instruction.op.operands)
         expected = localise(whole, original.rule, instruction.assignment, self.mesh)
-        forms = tuple(_forms(expected))
-        if instruction.op not in forms:
-            found = min((_differences(instruction.op, form) for form in forms), key=len)
+        if not any(instruction.op is form or instruction.op == form for form in _forms(expected)):
+            found = min((_differences(instruction.op, form) for form in _forms(expected)), key=len)
             here, there = found[0] if found else ("other arguments", "those of the graph")
             raise InternalError(
                 f"{original.name} is computed with {here}, its strategies ask for {there}",

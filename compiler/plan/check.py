@@ -174,9 +174,10 @@ def check_strategies(graph: IRGraph, plan: Plan) -> None:
     """Raise :class:`PlanError` for the first operator of the graph that is given a strategy it does
     not have.
     """
+    names = plan.mesh.names
     for op in ops_of(graph).values():
         assignment = plan.assignment(op.name)
-        unknown = [axis for axis in assignment if axis not in plan.mesh.names]
+        unknown = [axis for axis in assignment if axis not in names]
         if unknown:
             raise PlanError(
                 f"operator {op.name} is given a strategy on axis {unknown[0]!r}, which the "

@@ -34,13 +34,14 @@ from shardwright.compiler.trace.step_loops import (
     StepLoop,
     StepLoops,
     key_of,
+    may_repeat,
     runs,
 )
 
 
 def roll_time_steps(graph: IRGraph) -> IRGraph:
     """The graph with one operator for each loop over time steps."""
-    if len(graph.ops) < 2 * MIN_STEPS:
+    if len(graph.ops) < 2 * MIN_STEPS or not may_repeat(graph.ops):
         return graph
     loops = StepLoops(graph)
     for run in runs([key_of(op) for op in graph.ops]):

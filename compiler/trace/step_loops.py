@@ -82,6 +82,14 @@ def key_of(op: IROp) -> Hashable:
     )
 
 
+def may_repeat(ops: Sequence[IROp]) -> bool:
+    """Whether some line of some module makes one call often enough for a loop. Most models have
+    none, and then nobody need work out all keys.
+    """
+    calls = Counter((op.target, op.module_path, op.source) for op in ops)
+    return any(times >= MIN_STEPS for times in calls.values())
+
+
 def runs(keys: Sequence[Hashable]) -> list[Run]:
     """Stretches that repeat often enough and do not overlap, in order; longer ones win."""
     places: dict[Hashable, list[int]] = {}

@@ -16,7 +16,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.nn.parameter import is_lazy
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -50,6 +54,7 @@ tenth of a trace.
 TraceMode.__torch_dispatch__ = inspect.unwrap(TraceMode.__torch_dispatch__)  # type: ignore[method-assign]
 
 _DEVICE_OF = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -94,8 +99,12 @@ def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, *, parameter: bool) -> torch.Tensor:
     """A fake tensor on the CPU with the shape, strides and dtype of ``tensor``."""
-    with mode, torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    with in_kernel_invocation_manager(mode), torch.no_grad():
+        memory = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+    # Made at once, as the mode would make it in the end.
+    fake: torch.Tensor = FakeTensor(mode, memory, _CPU)
     if parameter:
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import ATTENTION, TensorRefs
@@ -231,6 +231,7 @@ def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
     return False
 
 
+@once
 def _products(op: IROp) -> list[frozenset[str]]:
     """The factors of each product that the operator is made of; attention is scores (query x key),
     then weights x value.

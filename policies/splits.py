@@ -223,7 +223,9 @@ def split_of(
             has_factor(refs, name) for refs in rule.operands
         )
 
-    return f"split:{max(found, key=spread)}" if found else None
+    if not found:
+        return None
+    return f"split:{max(found, key=spread) if len(found) > 1 else found[0]}"
 
 
 def _is_uneven(op: IROp, split: Strategy | None, num_pieces: int) -> bool:

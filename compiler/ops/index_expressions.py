@@ -118,7 +118,7 @@ def slice_length(bounds: slice, size: Size) -> Size:
 
 
 def _same(left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:
-    return all(sympy.expand(a - b) == 0 for a, b in zip(left, right, strict=True))
+    return all(a == b or sympy.expand(a - b) == 0 for a, b in zip(left, right, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

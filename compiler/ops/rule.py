@@ -296,6 +296,17 @@ class OpRule:
 
     def splittable(self, name: str, num_pieces: int = 1) -> bool:
         """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
+        # All layers share a rule, and ask it the same.
+        asked = name, num_pieces
+        if asked not in self._splittable:
+            self._splittable[asked] = self._may_split(name, num_pieces)
+        return self._splittable[asked]
+
+    @cached_property
+    def _splittable(self) -> dict[tuple[str, int], bool]:
+        return {}
+
+    def _may_split(self, name: str, num_pieces: int) -> bool:
         factor = self.factor(name)
         form = self.parallel.factors.get(name) if self.parallel else None
         fills_all = (form is not None and form.empty) or self._reaches_all(factor, num_pieces)

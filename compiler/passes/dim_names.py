@@ -250,10 +250,7 @@ def _name_by_parameters(parameters: tuple[str, ...]) -> str | None:
     if not parameters:
         return None
     fqn = parameters[0].rpartition(":")[0]
-    if any(
-        word in fqn.split(".") or any(part.startswith(word) for part in fqn.split("."))
-        for word in _FFN_WORDS
-    ):
+    if any(part.startswith(_FFN_WORDS) for part in fqn.split(".")):
         return "ffn"
     parts = [part for part in fqn.split(".")[:-1] if not part.isdigit()]
     return f"{parts[-1]}_dim" if parts else f"{fqn}_dim".replace(".", "_")

@@ -160,6 +160,8 @@ def segment_slices(graph: IRGraph) -> IRGraph:
             dim, start, stop = found
             slices.setdefault((op.operands[0].name, dim), []).append((op, start, stop))
     rules: dict[str, OpRule] = {}
+    # Calls that share a rule have one form, so they share the new one, too.
+    known: dict[Hashable, OpRule] = {}
     for (_, dim), taken in slices.items():
         size = taken[0][0].operands[0].shape[dim]
         bounds = sorted({(start, stop) for _, start, stop in taken})
@@ -174,7 +176,11 @@ def segment_slices(graph: IRGraph) -> IRGraph:
             for op, start, stop in taken:
                 # Every slice of the value gets the same segments, so that their factors can be one
                 # dim.
-                rules[op.name] = segmented_slice_rule(op, segments, bounds.index((start, stop)))
+                index = bounds.index((start, stop))
+                key = id(op.rule), segments, index
+                if key not in known:
+                    known[key] = segmented_slice_rule(op, segments, index)
+                rules[op.name] = known[key]
     return graph.with_ops(
         tuple(op.changed(rule=rules[op.name]) if op.name in rules else op for op in graph.ops)
     )

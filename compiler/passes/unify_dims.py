@@ -179,7 +179,7 @@ class Unifier:
 
 def _segments(node: Node) -> tuple[Size, ...]:
     """The sizes of the parts of a concatenation; of any other node its own."""
-    return tuple(part.size for part in node.parts) or (node.size,)
+    return tuple([part.size for part in node.parts]) if node.parts else (node.size,)
 
 
 def _sizes(node: Node) -> str:

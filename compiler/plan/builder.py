@@ -366,7 +366,8 @@ class PlanBuilder:
     @checked
     def pieces(self, op: IROp) -> dict[str, int]:
         """The number of pieces into which an operator's strategies so far cut each factor."""
-        found = factor_axes(self._strategies.get(op.name, {}), self.mesh)
+        strategies = self._strategies.get(op.name)
+        found = factor_axes(strategies, self.mesh) if strategies else {}
         return {factor: math.prod(map(self.mesh.axis_size, axes)) for factor, axes in found.items()}
 
     @checked

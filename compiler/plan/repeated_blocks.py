@@ -425,7 +425,12 @@ def instruction_key(
         # With the type, as 1 == 1.0 == True, and each is written in another way.
         return (type(arg).__name__, str(arg))
 
-    args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
+    args = tuple(
+        [
+            (name, leaf(arg) if type(arg) is IRValue else _freeze(map_leaves(arg, leaf)))
+            for name, arg in op.args
+        ]
+    )
     suffix = layered(instruction.original.module_path, container)
     facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
     dtypes = tuple(value.dtype for value in op.results)

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from shardwright.compiler.ops.stand_ins import combine, dispatch, grouped_linear
 from shardwright.compiler.trace.calls.plain_views import indexed_part
 from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
+from shardwright.compiler.trace.context.fakes import new_fake
 
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _IN_PYTHON = frozenset({dispatch, grouped_linear, combine})
@@ -151,18 +152,15 @@ class RepeatedCalls:
             self._known[key] = _Results(tuple(r for r in results if r is not None), kind)
 
     def _made(self, result: _Result, viewed: torch.Tensor) -> torch.Tensor:
+        if result.offset is None:
+            return new_fake(self._mode, result.shape, result.stride, result.dtype)
         with in_kernel_invocation_manager(self._mode):
-            if result.offset is None:
-                memory = torch.empty_strided(
-                    result.shape, result.stride, dtype=result.dtype, device="meta"
-                )
-            else:
-                memory = torch.empty(0, dtype=result.dtype, device="meta").set_(
-                    viewed.untyped_storage(),
-                    viewed.storage_offset() + result.offset,
-                    result.shape,
-                    result.stride,
-                )
+            memory = torch.empty(0, dtype=result.dtype, device="meta").set_(
+                viewed.untyped_storage(),
+                viewed.storage_offset() + result.offset,
+                result.shape,
+                result.stride,
+            )
         return FakeTensor(self._mode, memory, _CPU)
 
 

@@ -9,18 +9,14 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -97,16 +93,22 @@ def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
     return sorted(found.values(), key=lambda tensor: not tensor.is_parameter)
 
 
+def new_fake(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> FakeTensor:
+    """A fake tensor on the CPU, made at once: as a call of ``torch.empty_strided`` would make it in
+    the end.
+    """
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, memory, _CPU)
+
+
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, *, parameter: bool) -> torch.Tensor:
     """A fake tensor on the CPU with the shape, strides and dtype of ``tensor``."""
-    with in_kernel_invocation_manager(mode), torch.no_grad():
-        memory = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
-    # Made at once, as the mode would make it in the end.
-    fake: torch.Tensor = FakeTensor(mode, memory, _CPU)
-    if parameter:
-        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake = new_fake(mode, tensor.shape, tensor.stride(), tensor.dtype)
+    if parameter:  # what ``torch.nn.Parameter(fake)`` makes, which copies it first
+        fake._is_param = True
     return fake.requires_grad_(tensor.requires_grad)
 
 

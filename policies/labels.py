@@ -31,10 +31,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import torch
+
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.size import product
+from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.rule import OpRule, RuleForm
 from shardwright.compiler.ops.strategy import KNOWN, Strategy, layouts, placements
@@ -237,7 +239,12 @@ def rule_of(op: IROp) -> OpRule:
 
 def num_bytes(value: IRValue) -> float:
     """The bytes of a whole value; of dynamic sizes, an estimate."""
-    return estimate(product(value.shape)) * value.dtype.itemsize
+    return _num_bytes(value.shape, value.dtype)
+
+
+@lru_cache(maxsize=KNOWN)
+def _num_bytes(shape: tuple[Size, ...], dtype: torch.dtype) -> float:
+    return estimate(product(shape)) * dtype.itemsize
 
 
 def piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:

@@ -11,11 +11,11 @@ with their mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.local_calls import local_call, signature
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.arithmetic import arithmetic_s, may_multiply
 from shardwright.compiler.ir.op import IROp
@@ -93,14 +93,19 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     num_ranks = program.plan.mesh.size
     one = total = 0.0  # operations on one device, and of all ranks together
     excess: dict[str, float] = {}
+    # Layers make the same calls, so each of them is counted once.
+    known: dict[Hashable, tuple[float, float]] = {}
     for stage in programs:
         mesh = stage.plan.mesh
         for op, assignment in _calls(stage):
-            operations = operations_of(op, {}, mesh) if may_multiply(op) else 0.0
+            if not may_multiply(op):
+                continue
+            key = signature(op), tuple(assignment.items()), mesh
+            if key not in known:
+                known[key] = _counted(op, assignment, mesh)
+            operations, copies = known[key]
             if not operations:
                 continue
-            # 4 ranks that share an operator in 2 pieces do it twice.
-            copies = mesh.size / _num_pieces(op, assignment, mesh, operations)
             one, total = one + operations, total + copies * operations
             if copies > UNEVEN:
                 where = f"{_alike(op.module_path)} ({op.target})"
@@ -111,6 +116,15 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     whole = tuple((where, operations / one) for where, operations in ordered)
     experts = any("expert" in where.lower() for where, share in whole[:MOST_LISTED])
     return WorkShare(num_ranks, total / one / num_ranks, whole, experts)
+
+
+def _counted(op: IROp, assignment: Assignment, mesh: Mesh) -> tuple[float, float]:
+    """The operations of a call on one device, and how many times the ranks do them together."""
+    operations = operations_of(op, {}, mesh)
+    if not operations:
+        return 0.0, 0.0
+    # 4 ranks that share an operator in 2 pieces do it twice.
+    return operations, mesh.size / _num_pieces(op, assignment, mesh, operations)
 
 
 def share_left_uneven(program: Program, is_meant: Callable[[IROp], bool]) -> float:

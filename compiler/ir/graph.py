@@ -182,7 +182,7 @@ class IRGraph:
         for op in reversed(self.ops):
             read = any(result.name in needed for result in op.results)
             if read or (updates and op.updates_buffers):
-                needed.update(value.name for value in op.operands)
+                needed.update([value.name for value in op.operands])
                 kept.append(op)
         return replace(
             self,

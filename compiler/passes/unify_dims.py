@@ -98,6 +98,8 @@ class Unifier:
 
     def unify(self, left: list[Node], right: list[Node], where: str) -> None:
         """Make two descriptions of one dim the same, refining where sizes differ."""
+        if len(left) == len(right) == 1 and left[0].root() is right[0].root():
+            return  # by far the most: they met before
         a, b = flatten(left), flatten(right)
         # Invariant: what stands before ``a`` and ``b`` is the same dims on both sides. Each round
         # makes their first nodes one, or refines the larger of them, and tries again.
@@ -236,7 +238,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     known: dict[Hashable, OpRule] = {}
     for op in graph.ops:
         pieces = {f.name: flatten((factor_nodes[op.name, f.name],)) for f in _rule(op).factors}
-        key = id(_rule(op)), tuple(tuple(map(_segments, nodes)) for nodes in pieces.values())
+        key = id(_rule(op)), tuple([tuple(map(_segments, nodes)) for nodes in pieces.values()])
         if key not in known:
             known[key] = refine(_rule(op), pieces)
         ops.append(op.changed(rule=known[key]))

@@ -310,7 +310,7 @@ class _Stack:
 
     def emit(self, function: Any, result: IRValue, at: IROp, *args: Arg) -> None:
         """Append a call that makes ``result``, in the place of an operator."""
-        bound = bind(function, args, {}, where=at.place)
+        bound = bind(function, args, {}, where=lambda: at.place)
         name = self.names.unique(f"{result.name}_")
         self.made.append(
             replace(at, name=name, target=bound.target, args=bound.args, results=(result,))

@@ -145,7 +145,7 @@ class _Merge:
         self, function: Any, like: Sequence[IRValue], at: IROp, *args: Arg, **kwargs: Arg
     ) -> None:
         """Append a call that makes values ``like`` these."""
-        bound = bind(function, args, kwargs, where=at.place)
+        bound = bind(function, args, kwargs, where=lambda: at.place)
         self.merged.append(
             replace(
                 at,

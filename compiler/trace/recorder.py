@@ -242,11 +242,14 @@ class Recorder:
     def emit(self, call: Call, results: Iterable[TensorType]) -> list[IRValue]:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
-        bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
+        bound = bind(call.function, call.args, call.kwargs, where=lambda: self.where(frame))
         # All values that the call reads, also those inside of lists.
-        operands = [
-            leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)
-        ]
+        operands: list[IRValue] = []
+        for _, arg in bound.args:
+            if type(arg) is IRValue:
+                operands.append(arg)
+            else:
+                operands += [leaf for leaf in leaves(arg) if isinstance(leaf, IRValue)]
         trained = any(value.takes_gradient for value in operands)
         names_from = user_frame(naming=True)
         values = self._name_results(list(results), bound.name, names_from, trained=trained)

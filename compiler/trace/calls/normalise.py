@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,13 @@ class Bound:
 
 
 def bind(
-    function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], *, where: str | None = None
+    function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], *, where: Callable[[], str]
 ) -> Bound:
     """The canonical operator ``function`` means, with its arguments bound to the names of its
     signature.
 
     A function without an entry in the registry keeps its positional arguments under ``"0"``,
-    ``"1"``, ... Raises :class:`TraceError` for a function that cannot be imported, or arguments its
+    ``"1"``, ... ``where`` says where the call stands; errors alone ask it. Raises :class:`TraceError` for a function that cannot be imported, or arguments its
     operator does not know.
     """
     # Arguments that change nothing about what is computed.
@@ -67,7 +67,7 @@ def bind(
             name = getattr(function, "__qualname__", repr(function))
             raise TraceError(
                 f"the function {name} cannot be imported by generated code",
-                where=where,
+                where=where(),
                 why="it is local to another function, or has no name in its module",
                 hint="move it to the top level of a module",
             )
@@ -82,7 +82,7 @@ def bind(
     except AnnotationError as error:
         raise TraceError(
             f"a call of {opdef.name} does not fit its entry in the operator table",
-            where=where,
+            where=where(),
             why=str(error),
         ) from error
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from shardwright.compiler.passes.stages import from_nothing
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, Repeated, Unshared
@@ -211,8 +210,7 @@ def operator_times(walk: Walk) -> dict[str, float]:
     """Seconds of every operator of the graph, forward and backward, with the adapters in front of
     it; 0 for those that every stage makes for itself.
     """
-    graph = walk.program.graph
-    free = from_nothing(graph)
+    graph, free = walk.program.graph, walk.free
     both = zip(graph.ops, walk.forward_s, walk.backward_s, strict=True)
     return {
         op.name: 0.0 if op.name in free else forward + backward for op, forward, backward in both

@@ -31,7 +31,6 @@ from shardwright.compiler.cost.time.pipeline_time import crossing_s
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.copy_trees import routes
-from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.pipeline import Crossing
 from shardwright.compiler.plan.program import Adapt, Compute
 from shardwright.policies.autodist.stages.frontier import Array
@@ -329,8 +328,7 @@ def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
     """The values that are made in one block and read in a later one; and those that all stages have
     and several blocks read.
     """
-    graph = walk.program.graph
-    free = from_nothing(graph)
+    graph, free = walk.program.graph, walk.free
     sent = {
         v.name: (place, v)
         for place, op in enumerate(graph.ops)

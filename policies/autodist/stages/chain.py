@@ -73,12 +73,7 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
     paths = _layers(graph)
     # A place with infinite traffic cannot be a boundary.
     traffic = cut_traffic(graph, from_nothing(graph))
-    # A block begins where the layer changes.
-    starts = [
-        i
-        for i in range(len(paths))
-        if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))
-    ]
+    starts = _layer_starts(paths, traffic)
     layers = {}
     for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(paths)], strict=True)):
         path = paths[start]
@@ -92,6 +87,15 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
             assert path is not None
             layers[block] = path
     return starts, layers
+
+
+def _layer_starts(paths: Sequence[str | None], traffic: Sequence[float]) -> list[int]:
+    """The places where blocks begin: where the path changes, and a stage may begin."""
+    return [
+        i
+        for i in range(len(paths))
+        if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))
+    ]
 
 
 MAX_DEPTH = 3
@@ -110,15 +114,11 @@ def nested_starts(graph: IRGraph) -> list[list[int]]:
     """
     traffic = cut_traffic(graph, from_nothing(graph))
     found: list[list[int]] = []
-    known = layer_blocks(graph)[0]
+    known = _layer_starts(_layers(graph), traffic)
     for depth in range(2, MAX_DEPTH + 1):
         # Paths down to the numbered module of this depth.
         paths = [_numbered_path(op.module_path, depth) for op in graph.ops]
-        starts = [
-            i
-            for i in range(len(paths))
-            if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))
-        ]
+        starts = _layer_starts(paths, traffic)
         if starts != known and len(starts) <= MAX_BLOCKS:
             found.append(starts)
         known = starts

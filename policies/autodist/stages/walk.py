@@ -338,12 +338,16 @@ class Walk:
         return {name: tuple(sorted(places)) for name, places in homes.items() if places}
 
     @cached_property
+    def free(self) -> set[str]:
+        """The names of the operators that every stage makes for itself."""
+        return from_nothing(self.program.graph)
+
+    @cached_property
     def free_uses(self) -> dict[int, tuple[int, ...]]:
         """Place of an operator that every stage makes for itself to those of the others that need
         it, ascending.
         """
-        graph = self.program.graph
-        free = from_nothing(graph)
+        graph, free = self.program.graph, self.free
         needed: dict[str, set[int]] = {}
         found: dict[int, tuple[int, ...]] = {}
         # From the end: who needs a value is known before its maker comes.

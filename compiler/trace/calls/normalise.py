@@ -53,8 +53,10 @@ def bind(
     signature.
 
     A function without an entry in the registry keeps its positional arguments under ``"0"``,
-    ``"1"``, ... ``where`` says where the call stands; errors alone ask it. Raises :class:`TraceError` for a function that cannot be imported, or arguments its
-    operator does not know.
+    ``"1"``, ... ``where`` says where the call stands, and only errors ask it.
+
+    Raises :class:`TraceError` for a function that cannot be imported, or arguments its operator
+    does not know.
     """
     # Arguments that change nothing about what is computed.
     kwargs = {

@@ -28,7 +28,14 @@ from shardwright.policies.autodist.candidates.titles import (
     stages_title,
 )
 from shardwright.policies.autodist.cutting.join_stages import joined
-from shardwright.policies.autodist.cutting.move_starts import even_stages, evened, moved
+from shardwright.policies.autodist.cutting.move_starts import (
+    Evenness,
+    even_positions,
+    even_stages,
+    evened,
+    moved,
+    with_begins,
+)
 from shardwright.policies.autodist.cutting.predicting import Prediction
 from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_costs, operator_times
@@ -369,33 +376,42 @@ class Cutter:
         split = replace(found, stages=fitted[0], used_bytes=fitted[1])
         if self.space.stage_starts is not None:
             return split
-        begins = min([split, *self._evened(split, prediction, positions)], key=prediction.step_s)
-        return moved(begins, positions, self.space.num_microbatches, prediction.step_s)
+        # The seconds of every block where it is now: moving begins makes sums more even by these.
+        times = [
+            block.forward_s + block.backward_s
+            for stage in split.stages
+            for block in prediction.costs[stage.placement].blocks[stage.start : stage.stop]
+        ]
+        evenness = Evenness(times, prediction.schedule.placement)
+        begins = min(
+            [split, *self._evened(split, prediction, evenness, times, positions)],
+            key=prediction.step_s,
+        )
+        return moved(begins, evenness, positions, self.space.num_microbatches, prediction.step_s)
 
-    def _evened(self, split: Split, prediction: Prediction, positions: Positions) -> list[Split]:
+    def _evened(
+        self,
+        split: Split,
+        prediction: Prediction,
+        evenness: Evenness,
+        times: Sequence[float],
+        positions: Positions,
+    ) -> list[Split]:
         """The cut with other begins, as far as they fit the memory: of even stages, and such that
         positions have about equal sums.
         """
-        # One stage on each position: there is nothing to even out.
-        position_of = prediction.schedule.placement
-        if len(set(position_of)) == len(position_of):
+        # Begins do not say what a block takes where stages may differ.
+        if len(prediction.costs) > 1:
             return []
-        (costs,) = prediction.costs  # where positions run several stages, all are placed alike
-        times = [block.forward_s + block.backward_s for block in costs.blocks]
-        # Three sets of begins: even stages, even positions from there, even positions from the cut
-        # found.
-        found, even = [], even_stages(times, len(position_of))
+        placement = prediction.schedule.placement
         own = [stage.start for stage in split.stages[1:]]
-        for cuts in (even, evened(times, even, position_of), evened(times, own, position_of)):
-            edges = itertools.pairwise((0, *cuts, len(times)))
-            stages = [
-                replace(stage, start=a, stop=b)
-                for stage, (a, b) in zip(split.stages, edges, strict=True)
-            ]
-            fitted = positions.fitted(stages)
-            if fitted is not None:
-                found.append(replace(split, stages=fitted[0], used_bytes=fitted[1]))
-        return found
+        starts = [own, even_stages(times, len(placement)), even_positions(times, placement)]
+        begins = [*starts[1:], *(evened(evenness, cuts) for cuts in starts)]
+        found = (
+            with_begins(split, cuts, len(times), positions)
+            for cuts in dict.fromkeys(map(tuple, begins))
+        )
+        return [each for each in found if each is not None]
 
     def _split(
         self, prediction: Prediction, memory_bytes: float, *, is_bounded: bool

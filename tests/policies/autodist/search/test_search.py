@@ -756,7 +756,7 @@ def test_layers_are_dealt_out_in_more_stages_where_that_is_faster() -> None:
     found = autodist_search(whole, config, options, hardware)
     assert found.best is not None and "x5" in found.best.title
     fewer = autodist_search(whole, config, replace(options, chunks=4), hardware)
-    assert fewer.best is not None and found.best.step_s < 0.99 * fewer.best.step_s
+    assert fewer.best is not None and found.best.step_s < 0.998 * fewer.best.step_s
 
 
 class WithLoss(nn.Module):

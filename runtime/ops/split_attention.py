@@ -43,12 +43,18 @@ from shardwright.runtime.ops.attention_blocks import (
     merging_dtype,
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
-from shardwright.runtime.ops.attention_steps import Lent, Part, Place, Step, Steps, steps_of
+from shardwright.runtime.ops.attention_rows import (
+    Arrived,
+    Home,
+    Route,
+    Visits,
+    arriving,
+    bring_home,
+)
+from shardwright.runtime.ops.attention_steps import Part, Place, Step, steps_of
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ops.graph_ends import leave_graph
-from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.ranks.pending import PendingRows
 from shardwright.runtime.runs import Run
 from shardwright.runtime.second_derivatives import differentiable_once
 from shardwright.runtime.visible_keys import (
@@ -190,7 +196,7 @@ def attention_in_tiles(
         of_call = call_pairs(query.device.type, query.shape[1], widths)
     steps = steps_of(places, where.lengths, where.query_unit, seen, of_call, evens_out=evens_out)
     axis = where.ring or next(iter(where.query_axes), None)
-    attention = _Attention(axis, steps, scale, marks, cap, dropout, flat)
+    attention = _Attention(Route(axis, steps), scale, marks, cap, dropout, flat)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
@@ -243,12 +249,9 @@ def _same_heads(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """What the operator is told beside its tensors; see :func:`attention_in_tiles`. ``axis``: that
-    along which keys go round, and queries move.
-    """
+    """What the operator is told beside its tensors; see :func:`attention_in_tiles`."""
 
-    axis: AxisGroup | None
-    steps: Steps
+    route: Route
     scale: float
     marks: Marks | None
     cap: float | None
@@ -278,13 +281,13 @@ class _SplitAttention(torch.autograd.Function):
         drops = attention.dropout is not None
         kernel = kernel_for(query, key, value, mask, attention.cap, drops=drops)
         blocks = _Blocks(query, mask, attention, has_sinks=sinks is not None)
-        coming = _Visits(attention, query, "forward")
+        coming = Visits(attention.route, query, "forward")
         outputs = _OfAll(
             _Output.of(query, value, sinks),
             lambda: [_Output.of(visitor, value, sinks) for visitor in coming.here()],
         )
         with torch.autocast(query.device.type, enabled=False):
-            for step, arrived in _arriving(attention, key, value, "forward"):
+            for step, arrived in arriving(attention.route, key, value, "forward"):
                 for part in blocks.parts(step, arrived):
                     its = outputs.of(part)
                     found = attend(kernel, blocks.block(part, its.query, arrived))
@@ -297,13 +300,13 @@ class _SplitAttention(torch.autograd.Function):
                         merge(own_out, own_lse, *found)
         out, lse = outputs.own.out.to(query.dtype), outputs.own.lse
         kept: list[Tensor] = []
-        if attention.steps.moves:
+        if attention.route.steps.moves:
             of_guests = [guest.out.to(query.dtype) for guest in outputs.guests]
-            _bring_home(attention, of_guests, out, "forward")
+            bring_home(attention.route, of_guests, out, "forward")
             for guest, its_out in zip(outputs.guests, of_guests, strict=True):
                 kept += (guest.query, its_out, guest.lse)
             # Backward a sink has no weight here for queries that were computed elsewhere.
-            for lent in attention.steps.away:
+            for lent in attention.route.steps.away:
                 for run in lent.places:
                     lse.narrow(0, *lent.samples).narrow(2, *run).fill_(math.inf)
         ctx.save_for_backward(query, key, value, mask, sinks, out, lse, *kept)
@@ -318,7 +321,7 @@ class _SplitAttention(torch.autograd.Function):
         wants_mask = mask is not None and ctx.needs_input_grad[3]
         has_sinks = sinks is not None
         blocks = _Blocks(query, mask, attention, has_sinks=has_sinks, wants_mask=wants_mask)
-        coming = _Visits(attention, grad, "backward")
+        coming = Visits(attention.route, grad, "backward")
         gradients = _OfAll(
             _Gradient.of(query, grad, out, lse),
             lambda: [
@@ -329,9 +332,9 @@ class _SplitAttention(torch.autograd.Function):
         of_mask = None
         if wants_mask:
             of_mask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
-        home = _Home(attention, key, value, lse.dtype)
+        home = Home(attention.route, key, value, lse.dtype)
         with torch.autocast(query.device.type, enabled=False):
-            for step, arrived in _arriving(attention, key, value, "backward"):
+            for step, arrived in arriving(attention.route, key, value, "backward"):
                 rooms = home.rooms(arrived)
                 for part in blocks.parts(step, arrived):
                     its = gradients.of(part)
@@ -352,9 +355,9 @@ class _SplitAttention(torch.autograd.Function):
                 home.send(step, rooms)
             of_key, of_value = home.all_here()
         of_query = gradients.own.of_query.to(query.dtype)
-        if attention.steps.moves:
+        if attention.route.steps.moves:
             of_guests = [guest.of_query.to(query.dtype) for guest in gradients.guests]
-            _bring_home(attention, of_guests, of_query, "backward")
+            bring_home(attention.route, of_guests, of_query, "backward")
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             everyone = (gradients.own, *gradients.guests)
@@ -439,10 +442,6 @@ class _OfAll(Generic[Item]):
     def of(self, part: Part) -> Item:
         """Where the queries of a part are."""
         return self.own if part.guest is None else self.guests[part.guest]
-
-
-Arrived = dict[Run, tuple[Tensor, Tensor]]
-"""Keys and values, by the samples that they are of."""
 
 
 def _own(x: Tensor, part: Part) -> Tensor:
@@ -552,211 +551,3 @@ def _mask_rows(mask: Tensor, part: Part) -> Tensor:
     if mask.shape[0] > 1:
         mask = mask.narrow(0, *part.samples)
     return mask.narrow(2, *part.queries) if mask.shape[2] > 1 else mask
-
-
-def _arriving(
-    attention: _Attention, key: Tensor, value: Tensor, phase: Phase
-) -> Iterator[tuple[Step, Arrived]]:
-    """The steps, each with the keys and values that it needs. Those of the next step are on their
-    way while the caller computes.
-    """
-    coming: PendingRows | None = None
-    steps, shapes = attention.steps.steps, _Shapes(key, value)
-    for number, step in enumerate(steps):
-        # The first step is with the rank's own keys; nothing has to come.
-        if number == 0:
-            arrived = {
-                share.samples: (key.narrow(0, *share.samples), value.narrow(0, *share.samples))
-                for share in step.shares
-            }
-        else:
-            flat = key.new_empty(0) if coming is None else coming.wait()
-            counts = [(share.samples, share.num_keys) for share in step.shares]
-            arrived = shapes.unpacked(flat, counts)
-        # The next message leaves before this step's keys are given to the caller: it travels while
-        # the caller computes.
-        following = steps[number + 1] if number + 1 < len(steps) else None
-        coming = None
-        if following is not None and not following.is_idle:
-            parts = [
-                part
-                for share in following.shares
-                for x in (key, value)
-                for part in _taken(x.narrow(0, *share.samples), share.given)
-            ]
-            message = _end_to_end(parts, key)
-            count = sum(shapes.width(share.samples) * share.num_keys for share in following.shares)
-            axis, to, source = attention.axis, following.target, following.source
-            coming = _start(axis, message, to, source, count, phase)
-        yield step, arrived
-
-
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """How keys and values of some samples lie in a message: share by share, keys before values."""
-
-    key: Tensor
-    value: Tensor
-
-    def width(self, samples: Run) -> int:
-        """The elements of one key and its value, of all heads."""
-        return samples[1] * self.key.shape[1] * (self.key.shape[3] + self.value.shape[3])
-
-    def unpacked(self, flat: Tensor, counts: Sequence[tuple[Run, int]]) -> Arrived:
-        """What a message holds: ``counts`` keys of these samples."""
-        shapes = [
-            (samples[1], x.shape[1], count, x.shape[3])
-            for samples, count in counts
-            for x in (self.key, self.value)
-        ]
-        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
-        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        # Keys and values come in turns.
-        pairs = zip(views[::2], views[1::2], strict=True)
-        return {samples: pair for (samples, _), pair in zip(counts, pairs, strict=True)}
-
-
-class _Visits:
-    """Rows of queries on their way to the ranks that compute them. x ``[samples, heads, queries,
-    width]``: queries, or their gradients.
-    """
-
-    def __init__(self, attention: _Attention, x: Tensor, phase: Phase) -> None:
-        self._x, self._guests = x, attention.steps.guests
-        self._coming: PendingRows | None = None
-        if attention.steps.moves:
-            rows = [
-                part
-                for lent in attention.steps.away
-                for part in _taken(x.narrow(0, *lent.samples), lent.places)
-            ]
-            message = _end_to_end(rows, x)
-            away, guests = attention.steps.away, attention.steps.guests
-            self._coming = _exchanged(attention, message, away, guests, x, phase)
-
-    def here(self) -> list[Tensor]:
-        """Wait for them. Returns those of each guest."""
-        if self._coming is None:
-            return []
-        return _unpacked(self._coming.wait(), self._guests, self._x)
-
-
-def _bring_home(
-    attention: _Attention, of_guests: Sequence[Tensor], into: Tensor, phase: Phase
-) -> None:
-    """Send what was computed for guests home, and write what others computed for this rank into
-    ``into``, ``[samples, heads, queries, width]``.
-    """
-    away, guests = attention.steps.away, attention.steps.guests
-    message = _end_to_end(of_guests, into)
-    coming = _exchanged(attention, message, guests, away, into, phase)
-    for lent, rows in zip(away, _unpacked(coming.wait(), away, into), strict=True):
-        sizes = [size for _, size in lent.places]
-        for run, part in zip(lent.places, torch.split(rows, sizes, 2), strict=True):
-            into.narrow(0, *lent.samples).narrow(2, *run).copy_(part)
-
-
-def _exchanged(
-    attention: _Attention,
-    message: Tensor,
-    sent: Sequence[Lent],
-    received: Sequence[Lent],
-    like: Tensor,
-    phase: Phase,
-) -> PendingRows:
-    """Begin to exchange rows like those of a tensor ``[samples, heads, queries, width]``."""
-    axis = attention.axis
-    assert axis is not None
-    counts = []
-    for rows in (sent, received):
-        by_rank = [0] * axis.size
-        for lent in rows:
-            by_rank[lent.rank] += lent.samples[1] * like.shape[1] * lent.count * like.shape[3]
-        counts.append(by_rank)
-    return axis.communicator.all_to_all_rows_async(message, counts[0], counts[1], phase=phase)
-
-
-def _unpacked(flat: Tensor, received: Sequence[Lent], like: Tensor) -> list[Tensor]:
-    """The rows that a message holds, ``[samples, heads, queries, width]``."""
-    shapes = [(lent.samples[1], like.shape[1], lent.count, like.shape[3]) for lent in received]
-    parts = torch.split(flat, [math.prod(shape) for shape in shapes]) if shapes else ()
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _taken(x: Tensor, runs: Sequence[Run]) -> list[Tensor]:
-    """Runs along dim 2, as one tensor; none if there are none."""
-    parts = [x.narrow(2, *run) for run in runs]
-    return parts if len(parts) < 2 else [torch.cat(parts, 2)]
-
-
-def _start(
-    axis: AxisGroup | None, message: Tensor, to: int, source: int, num_elements: int, phase: Phase
-) -> PendingRows:
-    """Begin to send a message to one rank of the axis while another one comes."""
-    assert axis is not None
-    # An all-to-all in which each rank sends to one rank alone: NCCL and gloo both have it, and it
-    # needs no groups of two.
-    send, receive = [0] * axis.size, [0] * axis.size
-    send[to], receive[source] = message.numel(), num_elements
-    return axis.communicator.all_to_all_rows_async(message, send, receive, phase=phase)
-
-
-class _Home:
-    """Gradients of keys and values on their way to the rank that has these. They are added in the
-    order of the steps.
-    """
-
-    def __init__(
-        self, attention: _Attention, key: Tensor, value: Tensor, dtype: torch.dtype
-    ) -> None:
-        self._axis, self._shapes = attention.axis, _Shapes(key, value)
-        self._own = [
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-            for x in (key, value)
-        ]
-        self._dtype = dtype
-        self._has_begun = False
-        self._coming: list[tuple[Step, PendingRows]] = []
-
-    def rooms(self, arrived: Arrived) -> Arrived:
-        """Where the gradients of the next step are added: zeros; for the first step, those of this
-        rank's own keys.
-        """
-        if not self._has_begun:
-            key, value = self._own
-            return {at: (key.narrow(0, *at), value.narrow(0, *at)) for at in arrived}
-
-        def zeros(x: Tensor) -> Tensor:
-            return torch.zeros(x.shape, dtype=self._dtype, device=x.device)
-
-        return {at: (zeros(keys), zeros(values)) for at, (keys, values) in arrived.items()}
-
-    def send(self, step: Step, rooms: Arrived) -> None:
-        """Begin to send the gradients of a step home; those of the first are there."""
-        if self._has_begun and not step.is_idle:
-            message = _end_to_end([x for pair in rooms.values() for x in pair], self._own[0])
-            count = sum(self._shapes.width(s.samples) * _length(s.given) for s in step.shares)
-            sent = _start(self._axis, message, step.source, step.target, count, "backward")
-            self._coming.append((step, sent))
-        self._has_begun = True
-
-    def all_here(self) -> list[Tensor]:
-        """The gradients of this rank's keys and values, when all have come."""
-        for step, coming in self._coming:
-            counts = [(share.samples, _length(share.given)) for share in step.shares]
-            arrived = self._shapes.unpacked(coming.wait(), counts)
-            for share in step.shares:
-                for total, grad in zip(self._own, arrived[share.samples], strict=True):
-                    sizes = [size for _, size in share.given]
-                    for run, part in zip(share.given, torch.split(grad, sizes, 2), strict=False):
-                        total.narrow(0, *share.samples).narrow(2, *run).add_(part)
-        return self._own
-
-
-def _end_to_end(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The elements of all parts in one message, which may be empty."""
-    return torch.cat([x.reshape(-1) for x in parts]) if parts else like.new_empty(0)
-
-
-def _length(runs: Sequence[Run]) -> int:
-    return sum(size for _, size in runs)

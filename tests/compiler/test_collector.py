@@ -70,6 +70,7 @@ def test_it_looks_rarely_inside_and_as_before_afterwards(
         gc.set_threshold(*before)
 
 
+@pytest.mark.slow
 def test_what_was_set_aside_before_stays_so() -> None:
     gc.freeze()
     number = gc.get_freeze_count()
@@ -78,6 +79,7 @@ def test_what_was_set_aside_before_stays_so() -> None:
     assert gc.get_freeze_count() >= number > 0
 
 
+@pytest.mark.slow
 def test_inside_another_it_leaves_what_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     with only_new_objects():
         with monkeypatch.context() as without:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from covers import spread
 from datasets_by_hand import Counting, CountingWithStates, global_batches, on_replicas
 
 from shardwright import data
@@ -17,7 +18,7 @@ from shardwright.runtime.errors import ConfigError, DataError
 from shardwright.runtime.layout import Mesh
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingWithStates])
+@pytest.mark.parametrize("kind", spread([Counting, CountingWithStates], 2, first=1))
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_goes_on_exactly_on_any_number_of_ranks(kind, num_workers):
     whole = global_batches(on_replicas(kind(14), 1, global_batch=4), 9)

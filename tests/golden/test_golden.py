@@ -19,6 +19,7 @@ import plans
 import pytest
 import tiny_gpt
 import zoo
+from covers import spread
 from torch import nn
 
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
@@ -167,7 +168,7 @@ def test_ranks_differ_in_two_lines(policy: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", spread(CASES, 3))
 def test_generated_files_are_formatted(case: str, tmp_path: Path) -> None:
     """Files are as ``ruff format`` leaves them, imports sorted, none unused, no line too long."""
     text = compiled(case).files["gencode0.py"]

@@ -182,6 +182,7 @@ def test_errors_are_at_most_twice_those_of_one_device(
     )
 
 
+@pytest.mark.slow
 def test_float16_with_scaled_losses_in_a_pipeline(tmp_path: Path) -> None:
     """The first scales overflow: steps are skipped until one fits, on one device and on all ranks
     at the same scale.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covers import spread
 from interpret import run_graph
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2, first=1))
 def test_the_average_over_all_batches(policy: str) -> None:
     torch.manual_seed(0)
     model = Averaging().double()
@@ -79,7 +80,7 @@ class Watching(nn.Module):
         return {"loss": self.head(pooled).square().mean(), "shown": shown}
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 def test_statistics_that_no_loss_needs(policy: str) -> None:
     torch.manual_seed(0)
     config = {"plan_ngpus": 2, "runtime_ngpus": 2, "outputs": {"shown": "eval"}}

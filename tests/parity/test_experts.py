@@ -476,6 +476,7 @@ def compiled(folder: Path, name: str, policy: Any, **fields: Any) -> Path:
         return compile_into(folder, entry.build(), entry.inputs(), policy, ComputeConfig(**fields))
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_and_every_output_in_training_and_evaluation(tmp_path: Path) -> None:
     """Calls of several sizes: the loss, the auxiliary loss and the output in training, gradients,
     and all of them again in evaluation.
@@ -711,7 +712,7 @@ def test_random_plans(seeds: range, tmp_path: Path) -> None:
     assert len(seeds) < 12 or {"split:e", "split:t.0", "exchange:t.0>e"} <= seen.keys()
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 def test_a_single_expert_is_split_like_a_plain_layer(policy: str) -> None:
     """Its dim has one element, so that the rule has no factor for it."""
     sizes = {"num_experts": 1, "top_k": 1, "num_layers": 1}

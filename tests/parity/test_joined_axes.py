@@ -78,7 +78,7 @@ def test_an_activation_is_summed_once_each_way(num_ranks: int, tmp_path: Path) -
     assert '    joined_axes = (("tp", "tp2"),)\n' in compiled.files["gencode0.py"]
 
 
-@pytest.mark.parametrize("num_ranks", MODELS)
+@pytest.mark.parametrize("num_ranks", spread(MODELS, 2))
 def test_a_backward_over_one_of_the_axes_shows_in_gradients_only(
     num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from covers import spread
 from parity import assert_close_tree
 from precision import float64_casts
 from torch import Tensor
@@ -37,7 +38,7 @@ def sent(volume: Any) -> int:
     return sum(total.num_bytes for key, total in volume.items() if key.phase != "setup")
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 def test_a_step_gives_the_loss_and_evaluation_gives_everything(policy: str, tmp_path: Path) -> None:
     inputs, model = zoo.get("gpt2-cache").inputs(), gpt2()
     directory = compiled(tmp_path / "auto", policy, inputs, plan_ngpus=2, runtime_ngpus=2)

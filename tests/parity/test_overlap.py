@@ -21,22 +21,26 @@ STAGES = {"tp": 2, "num_stages": 2, "num_microbatches": 4}
 
 @pytest.mark.parametrize(
     ("name", "policy", "config"),
-    [
-        ("gpt2", "hybrid", {"plan_ngpus": 4, "pas_config": STAGES, "use_end2end": True}),
-        pytest.param(
-            "llama",
-            "hybrid",
-            {
-                "plan_ngpus": 4,
-                "runtime_ngpus": 8,
-                "use_zero": 3,
-                "use_end2end": True,
-                "pas_config": {"dp": 2, "tp": 2, "num_stages": 1},
-            },
-            marks=pytest.mark.slow,
-        ),
-        ("t5", "tp", {"plan_ngpus": 2}),
-    ],
+    spread(
+        [
+            ("gpt2", "hybrid", {"plan_ngpus": 4, "pas_config": STAGES, "use_end2end": True}),
+            pytest.param(
+                "llama",
+                "hybrid",
+                {
+                    "plan_ngpus": 4,
+                    "runtime_ngpus": 8,
+                    "use_zero": 3,
+                    "use_end2end": True,
+                    "pas_config": {"dp": 2, "tp": 2, "num_stages": 1},
+                },
+                marks=pytest.mark.slow,
+            ),
+            ("t5", "tp", {"plan_ngpus": 2}),
+        ],
+        2,
+        first=1,
+    ),
     ids=["stages", "zero 3", "encoder and decoder"],
 )
 def test_numbers_are_those_of_one_device(name: str, policy: str, config: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 from memory_ranks import measured_peaks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,22 +32,25 @@ BLOCKS = ["model.layers.*"]
 
 @pytest.mark.parametrize(
     ("name", "policy", "num_ranks", "options", "fields"),
-    [
-        ("llama", "tp", 2, BOTH, {}),
-        ("gpt2", "cp", 3, BOTH, {}),
-        ("llama", "hybrid", 2, {**BOTH, "tp": 1, "num_stages": 2, "recompute": BLOCKS}, END),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in [
-                ("llama", "dp", 1, BOTH, {"runtime_ngpus": 2, "use_zero": 3}),
-                ("llama", "tp", 3, {**BOTH, "sequence_parallel": True}, {}),
-                ("llama", "pp", 2, {**BOTH, "schedule": "zb_h1"}, END),
-                ("gpt2", "tensor", 4, {**BOTH, "mode": "2d"}, {}),
-                ("mistral", "cp", 4, {**BOTH, "cp": [2, 2], "cp_mode": ["ring", "gather"]}, {}),
-                ("t5", "tp", 2, BOTH, {}),
-            ]
-        ),
-    ],
+    spread(
+        [
+            ("llama", "tp", 2, BOTH, {}),
+            ("gpt2", "cp", 3, BOTH, {}),
+            ("llama", "hybrid", 2, {**BOTH, "tp": 1, "num_stages": 2, "recompute": BLOCKS}, END),
+            *(
+                pytest.param(*case, marks=slow)
+                for case in [
+                    ("llama", "dp", 1, BOTH, {"runtime_ngpus": 2, "use_zero": 3}),
+                    ("llama", "tp", 3, {**BOTH, "sequence_parallel": True}, {}),
+                    ("llama", "pp", 2, {**BOTH, "schedule": "zb_h1"}, END),
+                    ("gpt2", "tensor", 4, {**BOTH, "mode": "2d"}, {}),
+                    ("mistral", "cp", 4, {**BOTH, "cp": [2, 2], "cp_mode": ["ring", "gather"]}, {}),
+                    ("t5", "tp", 2, BOTH, {}),
+                ]
+            ),
+        ],
+        2,
+    ),
 )
 def test_pieces_compute_what_one_device_does(
     name: str, policy: str, num_ranks: int, options: dict[str, Any], fields: dict[str, Any]

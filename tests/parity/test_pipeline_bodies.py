@@ -161,7 +161,9 @@ def test_a_step_does_what_the_model_does_in_its_mode(
 
 
 @pytest.mark.parametrize(
-    "sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}"
+    "sizes",
+    spread(MODES, 2),
+    ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}",
 )
 def test_inference_between_steps_of_training(tmp_path: Path, sizes: dict[str, Any]) -> None:
     model, samples = Modes().double(), rows(4)
@@ -305,6 +307,7 @@ def test_ranks_must_agree_on_sizes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_output_left_sharded_stays_on_its_stage(tmp_path: Path) -> None:
     entry = zoo.get("gpt2")
     sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "num_microbatches": 2}

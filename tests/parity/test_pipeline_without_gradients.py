@@ -35,7 +35,7 @@ class Codes(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", spread(["1f1b", "zb_h1"], 2))
 def test_parameters_without_gradients_stay_without(schedule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(4, size, generator=generator) for size in (8, 2))
@@ -79,7 +79,7 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", spread(["1f1b", "zb_h1"], 2, first=1))
 def test_only_stages_that_lead_to_the_loss_send_gradients(schedule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(6, size, generator=generator) for size in (8, 2))
@@ -152,7 +152,7 @@ def test_operators_that_return_no_gradient_send_none(schedule: str, aside: bool)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", spread(["1f1b", "zb_h1"], 2))
 def test_a_gradient_that_does_not_come_is_refused(schedule: str) -> None:
     """Zeros in its place would be a gradient, by which weights before it are decayed."""
     with pytest.raises(UsageError, match="no gradient of '.*' comes out of 1[BI]0, and stage 0"):

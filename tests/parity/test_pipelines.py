@@ -123,7 +123,7 @@ def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Itera
         )
 
 
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("schedule", spread(TRAINING, 2, first=1))
 def test_every_schedule(schedule: str) -> None:
     check_schedule(schedule, 3, [6, 7])
 
@@ -226,7 +226,7 @@ def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
     assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)
 
 
-@pytest.mark.parametrize("sizes", [SIZES[7], {**SIZES[4], "chunks": 4}, SIZES[1]])
+@pytest.mark.parametrize("sizes", spread([SIZES[7], {**SIZES[4], "chunks": 4}, SIZES[1]], 2))
 def test_no_stage_begins_at_what_is_not_needed(sizes: dict[str, Any]) -> None:
     """Operators of outputs that are dropped are in no stage."""
 

@@ -117,7 +117,8 @@ QUICK = ("tp=2 to one", "dp=2 to tp=3", "a V of tp=2 and one")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PIPELINES]
+    "case",
+    spread([pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PIPELINES], 2),
 )
 def test_tied_embeddings(case: str) -> None:
     check("gpt2", case, 1)

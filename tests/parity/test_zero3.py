@@ -149,7 +149,11 @@ def is_cut(parameter: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    [("gpt2", "dp", 1, 2, {}), ("gpt2", "dp", 1, 4, {}), ("resnet", "dp", 1, 2, {})],
+    spread(
+        [("gpt2", "dp", 1, 2, {}), ("gpt2", "dp", 1, 4, {}), ("resnet", "dp", 1, 2, {})],
+        2,
+        whole=True,
+    ),
     ids=str,
 )
 def test_a_rank_holds_its_part_of_every_matrix(case: Case, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def sequence_parallel(graph: PlannableGraph, config: ComputeConfig) -> Plannable
     return b.split("seq", "tp", where=on_the_residual_stream).build("sequence parallel")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 3, 4], 2, first=1))
 def test_sequence_parallelism(num_ranks: int, tmp_path: Path) -> None:
     model, inputs = gpt(), tiny_gpt.dummy_args()
     compiled, outcome = plans.check_policy(

@@ -134,11 +134,14 @@ def parity(name, options, folder, **sizes):
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        ("gpt2", {"mode": "2d", "shape": [2, 3]}),
-        ("mlp", {"mode": "2.5d", "shape": [2, 2, 2], "gather": "steps"}),
-        ("mlp-uneven", {"mode": "3d", "shape": [2, 2, 2]}),
-    ],
+    spread(
+        [
+            ("gpt2", {"mode": "2d", "shape": [2, 3]}),
+            ("mlp", {"mode": "2.5d", "shape": [2, 2, 2], "gather": "steps"}),
+            ("mlp-uneven", {"mode": "3d", "shape": [2, 2, 2]}),
+        ],
+        2,
+    ),
 )
 def test_numbers_are_those_of_one_device(name, options, tmp_path):
     compiled, _ = parity(name, options, tmp_path)

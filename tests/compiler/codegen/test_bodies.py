@@ -105,7 +105,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", spread(POLICIES, 2))
 def test_many_equal_layers_are_one_method(policy: str, tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(
         seeded(lambda: Stack(*(Layer() for _ in range(24)))), X, policy, 2, tmp_path
@@ -321,6 +321,7 @@ def test_a_region_of_several_layers_is_recomputed_as_one(tmp_path: Path) -> None
     assert body_of(compiled, "forward").count("recompute(") == 2
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_transformers(tmp_path: Path) -> None:
     entry = zoo.get("gpt2")
     model, inputs = entry.build(), entry.inputs()
@@ -437,7 +438,7 @@ class TwoBodies(nn.Module):
         return {"loss": y.abs().mean(), "y": y}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", spread(POLICIES, 2))
 def test_evaluation_has_a_body_of_its_own(policy: str, tmp_path: Path) -> None:
     def both(module: Any) -> dict[str, Tensor]:
         trained = module(**X, scale=3.0)
@@ -554,7 +555,7 @@ def structured_inputs() -> dict[str, Any]:
     return {"batch": Batch({"x": X["x"]}, (a, [b])), "weights": (c, {"bias": d})}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", spread(POLICIES, 2, first=1))
 def test_nested_arguments_and_results(policy: str, tmp_path: Path) -> None:
     model, inputs = seeded(Structured), structured_inputs()
     expected = model(**inputs)

@@ -169,7 +169,7 @@ class MeanOf(nn.Module):
         return self.inner(x).mean()
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2))
 def test_numbered_modules(policy: str, tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_numbered_modules(policy: str, tmp_path: Path) -> None:
     plans.check_policy(model, X, policy, 2, tmp_path)
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", spread(["tp", "data"], 2, first=1))
 def test_numbered_modules_at_the_top(policy: str) -> None:
     """``nn.Sequential`` itself: blocks of one instruction are not worth a method, and paths begin
     with a number.
@@ -214,7 +214,7 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))).sin())
 
 
-@pytest.mark.parametrize("name", ["layers", "a-b", "0", "mesh", "class"])
+@pytest.mark.parametrize("name", spread(["layers", "a-b", "0", "mesh", "class"], 2, first=1))
 def test_awkward_names_of_repeated_layers(name: str, tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(Blocks(name).double(), X, "tp", 2, tmp_path)
     assert compiled.files["gencode0.py"].count("_block") >= 4

@@ -47,6 +47,7 @@ UNSHRUNK = [Phase.explicit, Phase.generate]
 """A compile takes too long to look for the smallest failure."""
 
 
+@pytest.mark.slow
 @settings(max_examples=4, phases=UNSHRUNK)
 @given(odd_text.texts())
 @example(ALL_AT_ONCE)

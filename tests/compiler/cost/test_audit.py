@@ -225,7 +225,7 @@ def test_an_adapter_waits_for_parameters_that_are_gathered_on_its_axis() -> None
     } and forward.end_s > arrived
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", spread([1, 2], 2, first=1))
 def test_a_stage_begins_when_its_parameters_are_there(num_stages: int) -> None:
     """The first position waits for all of its first stage's, the others gather meanwhile."""
     options = {
@@ -358,17 +358,26 @@ def test_zero_moves_more_and_updates_less() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "plan", "runtime", "num_microbatches", "fields"),
-    [
-        ("dp", 1, 2, 3, {"use_zero": 2}),
-        ("dp", 1, 2, 3, {"distributed_optimizer": {"grad_sync_dtype": "float16"}}),
-        ("dp", 1, 4, 2, {"use_zero": 1, "zero_use_reduce_scatter": True, "zero_ngroups": 2}),
-        pytest.param(
-            "dp", 1, 2, 3, {"use_zero": 1, "zero_use_reduce_scatter": True}, marks=pytest.mark.slow
-        ),
-        pytest.param("dp", 1, 2, 3, {"use_zero": 1}, marks=pytest.mark.slow),
-        ("pp", 2, 4, 3, {"use_zero": 2}),
-        pytest.param("pp", 2, 4, 3, {"use_zero": 1}, marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            ("dp", 1, 2, 3, {"use_zero": 2}),
+            ("dp", 1, 2, 3, {"distributed_optimizer": {"grad_sync_dtype": "float16"}}),
+            ("dp", 1, 4, 2, {"use_zero": 1, "zero_use_reduce_scatter": True, "zero_ngroups": 2}),
+            pytest.param(
+                "dp",
+                1,
+                2,
+                3,
+                {"use_zero": 1, "zero_use_reduce_scatter": True},
+                marks=pytest.mark.slow,
+            ),
+            pytest.param("dp", 1, 2, 3, {"use_zero": 1}, marks=pytest.mark.slow),
+            ("pp", 2, 4, 3, {"use_zero": 2}),
+            pytest.param("pp", 2, 4, 3, {"use_zero": 1}, marks=pytest.mark.slow),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_gradients_are_reduced_as_often_as_the_audit_says(
     policy: str,
@@ -456,7 +465,7 @@ class Placed(torch.nn.Module):
         return self.inner((x + self.table[:seq]).reshape(batch * seq, 8)).square().sum()
 
 
-@pytest.mark.parametrize("shape", [(6, 8, 8), (4, 48, 8)])
+@pytest.mark.parametrize("shape", spread([(6, 8, 8), (4, 48, 8)], 2, first=1, whole=True))
 def test_dynamic_sizes_count_as_in_the_dummy_arguments(shape: tuple[int, ...]) -> None:
     inputs, costs = {"x": torch.zeros(shape)}, []
     for dims in ({}, {"x": {0: "batch", 1: "seq"}}):

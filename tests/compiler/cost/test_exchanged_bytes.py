@@ -108,7 +108,7 @@ class Biased(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("recompute", [(), ("block",)])
+@pytest.mark.parametrize("recompute", spread([(), ("block",)], 2, first=1, whole=True))
 def test_of_weights_in_pieces(recompute: tuple[str, ...], tmp_path: Path) -> None:
     """Weights that a region gathers are gathered twice like all else in it, and not a third
     time.

@@ -41,6 +41,7 @@ def loop() -> IROp:
     return next(op for op in graph.ops if op.target == TIME_STEPS)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_all_steps(loop: IROp, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Compute(loop, loop, {}, tuple(Layout.whole(v.shape) for v in loop.results))
     forms = [TensorForm.contiguous(v.shape, v.dtype, v.requires_grad) for v in loop.operands]

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import plans
 import pytest
+from covers import spread
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ def test_groups_hold_no_more(sizes: list[int], first_alone: bool, last_alone: bo
         assert found[-1] == sizes[-1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", spread(["gpt2", "llama"], 2, first=1))
 def test_steps_are_no_slower_and_hold_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit says so: the collectives are fewer, the bytes the same."""
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=4, use_zero=3, outputs="loss")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import plans
 import pytest
 import torch
+from covers import spread
 from torch import nn
 
 from shardwright.compiler.compile import compile_graph
@@ -136,7 +137,7 @@ def test_a_schedule_that_puts_weights_off_is_refused() -> None:
     assert "1f1b" in str(refused.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("options", spread([{}, {"sequence_parallel": True}], 2, first=1))
 def test_what_runs_beside_a_sum_costs_no_time(options: dict[str, bool]) -> None:
     """Seconds of products and bytes stay; sums take less by what the products hide."""
     graph, machine = plans.zoo_traced("llama"), load_hardware("h100", num_devices=2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import annotate, pass_manager
@@ -155,6 +156,7 @@ def test_one_key_value_head_leaves_plain_heads() -> None:
     )
 
 
+@pytest.mark.slow
 def test_attention_written_out_has_heads_too() -> None:
     assert (
         described(plans.zoo_graph("gpt2-eager"), "transformer.h.0.attn.c_attn.weight")
@@ -195,13 +197,16 @@ def test_fused_heads_of_unequal_parts() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "num_ranks"),
-    [
-        ({}, 2),
-        ({"num_heads": 6, "num_kv_heads": 3}, 3),
-        ({"num_heads": 6, "num_kv_heads": 3}, 2),  # three key-value heads on two ranks
-        ({"num_heads": 6, "num_kv_heads": 2}, 4),
-        ({"num_heads": 5, "num_kv_heads": 1}, 3),
-    ],
+    spread(
+        [
+            ({}, 2),
+            ({"num_heads": 6, "num_kv_heads": 3}, 3),
+            ({"num_heads": 6, "num_kv_heads": 3}, 2),  # three key-value heads on two ranks
+            ({"num_heads": 6, "num_kv_heads": 2}, 4),
+            ({"num_heads": 5, "num_kv_heads": 1}, 3),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_fused_heads_of_unequal_parts_are_split(
@@ -233,7 +238,7 @@ class Pooled(nn.Module):
         return self.attention(self.probe.repeat(len(x), 1, 1), x, x)[0].square().mean()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 4], 2))
 def test_queries_beside_keys_and_values_of_something_else(num_ranks: int, tmp_path: Path) -> None:
     """One weight is cut into that of queries, and that of keys and values together: all are split
     by heads.
@@ -258,7 +263,7 @@ def split_by_kv_heads(graph, config):
     return b.build()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", spread([2, 3, 4], 2, first=1))
 def test_uneven_key_value_heads(num_ranks: int, tmp_path: Path) -> None:
     """Three key-value heads with two query heads each: pieces differ in size, and one rank may hold
     nothing.

@@ -360,7 +360,9 @@ def test_the_evaluation_body_is_verified_too() -> None:
 # ZeRO-3
 
 
-@pytest.mark.parametrize(("policy", "num_ranks"), [("dp", 1), ("tp", 2), ("data", 2)])
+@pytest.mark.parametrize(
+    ("policy", "num_ranks"), spread([("dp", 1), ("tp", 2), ("data", 2)], 2, first=1)
+)
 def test_parameters_in_pieces_over_units(policy: str, num_ranks: int) -> None:
     program = zero_program(policy, num_ranks)
     verify_program(program)

@@ -13,6 +13,7 @@ from typing import Any
 import plans
 import pytest
 import zoo
+from covers import spread
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -78,7 +79,7 @@ def test_inputs_get_the_sizes_of_now(gpt: PlannableGraph) -> None:
     }
 
 
-@pytest.mark.parametrize(("made_for", "used_on"), [(2, 3), (4, 2)])
+@pytest.mark.parametrize(("made_for", "used_on"), spread([(2, 3), (4, 2)], 2))
 def test_a_saved_plan_trains_on_other_ranks(made_for: int, used_on: int, tmp_path: Path) -> None:
     entry = zoo.get("gpt2")
     (tmp_path / "plan.json").write_text(plan_of(plans.zoo_graph("gpt2"), "tp", made_for).dumps())

@@ -246,6 +246,7 @@ def test_collectives_are_timed_without_the_work_between_them(
     )
 
 
+@pytest.mark.slow
 def test_nodes_of_a_job_become_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five ranks on two nodes: groups of equal size inside them, and one pair of ranks between for
     each of the smaller's.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covers import spread
 from plans import compile_with, zoo_traced
 
 from shardwright.compiler.cost.audit import audit
@@ -32,7 +33,7 @@ def program_of(policy: str, num_ranks: int) -> Program:
     return program
 
 
-@pytest.mark.parametrize("policy", ["dp", "tp"])
+@pytest.mark.parametrize("policy", spread(["dp", "tp"], 2, first=1))
 def test_every_call_of_a_rank_is_measured(policy: str, tmp_path: Path) -> None:
     num_ranks = 2 if policy == "tp" else 1
     program = program_of(policy, num_ranks)

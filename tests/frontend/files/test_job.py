@@ -225,6 +225,7 @@ def test_a_rank_that_works_is_waited_for_beyond_the_limit(monkeypatch):
     ) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_given_up(short_limit, monkeypatch):
     """A rank is stopped: its process is there, and gives no more signs of life."""
     monkeypatch.setattr(exchange_module.StoreExchange, "_beat", beat_once)

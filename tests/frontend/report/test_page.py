@@ -10,6 +10,7 @@ from pathlib import Path
 import plans
 import pytest
 import zoo
+from covers import spread
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
@@ -65,7 +66,7 @@ class Reader(HTMLParser):
         self.texts.append(data.strip())
 
 
-@pytest.mark.parametrize("policy", ["tp", "hybrid"])
+@pytest.mark.parametrize("policy", spread(["tp", "hybrid"], 2, first=1))
 def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
     graph = plans.zoo_traced("gpt2")
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_end2end=policy == "hybrid")

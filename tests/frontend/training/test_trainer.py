@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import spread
 from parity import BOUND, assert_close_tree
 from precision import float64_casts
 from safetensors.torch import load_file
@@ -37,7 +38,9 @@ def assert_equal(ours: dict[int, tuple[float, float]], theirs: dict[int, Any]) -
             assert abs(mine - its) <= BOUND * abs(its), (step, ours[step], expected)
 
 
-@pytest.mark.parametrize("name", ["tp", pytest.param("zero3", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize(
+    "name", spread(["tp", pytest.param("zero3", marks=pytest.mark.slow), "pp"], 2, first=1)
+)
 def test_a_run_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     """Labels differ in number between microbatches, so a mean of means would be seen."""
     num_ranks, changes = PLANS[name]

@@ -49,7 +49,7 @@ def report(dropout: float = 0.0, scale: float = 1e-3, eps: float = 1e-5) -> Veri
     return verify(Normalised(dropout, eps), {"x": x, "y": y}, "data", CONFIG)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", spread([0.0, 0.5], 2, first=1))
 def test_biases_in_front_of_batch_norms(dropout: float) -> None:
     found = report(dropout)
     assert found.ok, str(found)

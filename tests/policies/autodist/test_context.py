@@ -92,6 +92,7 @@ def test_a_ring_hides_as_much_as_the_machine_lets_it() -> None:
     assert all_hidden < none and half == pytest.approx((all_hidden + none) / 2)
 
 
+@pytest.mark.slow
 def test_zigzag_is_tried_where_attention_is_causal_and_may_be_forbidden() -> None:
     """No plan of ``cp`` is faster, and the next program of the module may not be in zigzag."""
     model = plans.annotated(plans.traced(Long(is_causal=True), {"x": torch.randn(2, 512, 12)}))

@@ -122,6 +122,7 @@ def compiled(into: Path, make: type[nn.Module], name: str) -> Path:
         return compile_into(into, make(), SAMPLES[0], policy, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tour",
     [

@@ -9,6 +9,7 @@ from collections import Counter
 import checkpoints as c
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import Mixed
 from precision import float64_casts
@@ -101,7 +102,7 @@ def reference(optimizer, steps=2, groups=None):
     return model, built
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", spread(OPTIMIZERS, 2))
 def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
     optimizer = OPTIMIZERS[name]
     modules, optimizers, _, _ = Model(tmp_path, 2, 2).trained(optimizer)
@@ -124,14 +125,18 @@ def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("mesh", "through"),
-    [
-        ((1, 1), "deduped merged"),
-        ((1, 3), "merged"),
-        ((1, 3), "one device"),
-        ((2, 2), "deduped merged"),
-        ((4, 1), "merged"),
-        ((4, 1), "one device"),
-    ],
+    spread(
+        [
+            ((1, 1), "deduped merged"),
+            ((1, 3), "merged"),
+            ((1, 3), "one device"),
+            ((2, 2), "deduped merged"),
+            ((4, 1), "merged"),
+            ((4, 1), "one device"),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_merged_state_loads_under_another_plan(tmp_path, mesh, through):
     optimizer = OPTIMIZERS["adam"]

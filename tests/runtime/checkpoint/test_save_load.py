@@ -7,6 +7,7 @@ from collections import Counter
 import checkpoints as c
 import pytest
 import torch
+from covers import spread
 from precision import float64_casts
 from safetensors.torch import load_file
 from torch import nn
@@ -74,13 +75,16 @@ def resumed(name, plan, directory, *, steps=2, more=2, **options):
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        ("gpt2", ("tp", 2, 4)),
-        pytest.param("gpt2-uneven", ("tp", 4, 4), marks=pytest.mark.slow),
-        ("resnet", ("data", 2, 2)),
-        ("gpt2", ("tp+zero3", 2, 4)),
-        pytest.param("gpt2", ("tp+zero2", 2, 4), marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            ("gpt2", ("tp", 2, 4)),
+            pytest.param("gpt2-uneven", ("tp", 4, 4), marks=pytest.mark.slow),
+            ("resnet", ("data", 2, 2)),
+            ("gpt2", ("tp+zero3", 2, 4)),
+            pytest.param("gpt2", ("tp+zero2", 2, 4), marks=pytest.mark.slow),
+        ],
+        2,
+    ),
 )
 def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
     expected = saved(name, plan, tmp_path)

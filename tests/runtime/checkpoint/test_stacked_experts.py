@@ -52,6 +52,7 @@ def folder_of(name: str, folder: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

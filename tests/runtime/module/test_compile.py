@@ -61,6 +61,7 @@ def test_compiling_the_calls_of_a_module_that_is_called_by_its_steps(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_arguments_that_a_compiled_module_was_not_made_for(in_place, tmp_path):
     """They are told in our words, not in those of torch's compiler; sizes that vary do vary."""

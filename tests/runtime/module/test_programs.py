@@ -8,6 +8,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright import parallelize
@@ -70,12 +71,15 @@ def expected() -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:forward reads the values")
 @pytest.mark.parametrize(
     ("options", "ahead"),
-    [
-        ({"plan_ngpus": 2}, True),
-        ({"plan_ngpus": 1, "use_zero": 3}, False),
-        pytest.param({"plan_ngpus": 2}, False, marks=pytest.mark.slow),
-        pytest.param({"plan_ngpus": 1, "use_zero": 3}, True, marks=pytest.mark.slow),
-    ],
+    spread(
+        [
+            ({"plan_ngpus": 2}, True),
+            ({"plan_ngpus": 1, "use_zero": 3}, False),
+            pytest.param({"plan_ngpus": 2}, False, marks=pytest.mark.slow),
+            pytest.param({"plan_ngpus": 1, "use_zero": 3}, True, marks=pytest.mark.slow),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_programs_train_one_set_of_parameters(

@@ -4,6 +4,7 @@ microbatches.
 """
 
 import pytest
+from covers import spread
 from pipeline_files import Net
 from pipeline_training import adamw, assert_equal, samples_of, train_rank, train_reference, write
 from pipelines import make_pipe
@@ -29,7 +30,7 @@ def train(tmp_path, pipe, *, num_units=1, config=None, dummies=(), steps=3):
     return results
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", spread(TRAINING, 2))
 def test_every_schedule_with_fewer_and_more_microbatches_than_ranks(tmp_path, name):
     for num_ranks, num_microbatches, chunks in sizes_of(name, 4, 8, 2):
         if (num_ranks == 2 and num_microbatches < 6) or (chunks < 2 and num_microbatches in (1, 8)):
@@ -39,21 +40,25 @@ def test_every_schedule_with_fewer_and_more_microbatches_than_ranks(tmp_path, na
 
 @pytest.mark.parametrize(
     ("name", "tp", "cut"),
-    [
-        ("1f1b", (2, 1), ()),
-        ("zb_v", (2, 1), (0,)),
-        ("zb_h1", (1, 3), ()),
-        ("1f1b", (2, 2), (0,)),
-        ("zb_v", (3, 2), (0,)),
-        ("zb_h1", (3, 2), (0,)),
-    ],
+    spread(
+        [
+            ("1f1b", (2, 1), ()),
+            ("zb_v", (2, 1), (0,)),
+            ("zb_h1", (1, 3), ()),
+            ("1f1b", (2, 2), (0,)),
+            ("zb_v", (3, 2), (0,)),
+            ("zb_h1", (3, 2), (0,)),
+        ],
+        2,
+        first=1,
+    ),
 )
 def test_stages_on_unequal_meshes(tmp_path, name, tp, cut):
     chunks = SCHEDULES[name].min_chunks
     train(tmp_path, make_pipe(name, 2, 4, chunks, tp, cut=cut), steps=2)
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", spread(TRAINING, 2))
 def test_units_add_their_gradients(tmp_path, name):
     train(tmp_path, make_pipe(name, 2, 2, SCHEDULES[name].min_chunks), num_units=2)
 
@@ -70,7 +75,7 @@ def test_units_of_unequal_meshes(tmp_path):
     train(tmp_path, make_pipe("1f1b", 2, 3, tp=(2, 1), cut=(0,)), num_units=2)
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", spread(TRAINING, 2, first=1))
 def test_an_asynchronous_reducer(tmp_path, name):
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks)
     train(
@@ -108,7 +113,7 @@ def test_an_asynchronous_reducer_starts_in_the_last_backward_of_a_stage(tmp_path
 
 
 @pytest.mark.parametrize("dummies", [(1, 3), (0, 1, 2, 3)])
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", spread(TRAINING, 2))
 def test_dummies_add_nothing(tmp_path, name, dummies):
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks)
     results = train(tmp_path, pipe, dummies=dummies, steps=2)
@@ -126,7 +131,7 @@ def test_gpipe_holds_all_microbatches(tmp_path):
     assert [result["peak"] for result in results] == [{0: 5}, {1: 5}]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", spread(["1f1b", "zb_h1"], 2, first=1))
 def test_what_was_sent_lives_until_an_answer_comes(tmp_path, monkeypatch, name):
     """Not until the end of the step, where the transport does not tell when a message is gone (gloo
     does not).
@@ -199,7 +204,7 @@ def test_every_value_is_sent_once_to_where_it_is_needed(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", spread(TRAINING, 2))
 def test_recomputed_regions_run_twice(tmp_path, name):
     """Also where the backward is split: it is not, then."""
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks, (2, 1), recompute=True)

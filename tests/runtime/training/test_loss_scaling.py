@@ -3,6 +3,7 @@
 import overflows
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw, piece_of
 from overflows import OPTIONS, STEPS, assert_same_course
@@ -103,20 +104,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path, poisoned_rank, 
     check(files, 2, {}, accumulate=accumulate, poisoned_rank=poisoned_rank)
 
 
-@pytest.mark.parametrize("options", ZERO, ids=str)
+@pytest.mark.parametrize("options", spread(ZERO, 2), ids=str)
 def test_with_split_optimizer_state(tmp_path, options):
     """Each rank has gradients of its part only."""
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
     check(files, 1, options, accumulate=2, num_units=4)
 
 
-@pytest.mark.parametrize("options", [{}, ZERO[0], ZERO[2]], ids=str)
+@pytest.mark.parametrize("options", spread([{}, ZERO[0], ZERO[2]], 2), ids=str)
 def test_an_optimizer_that_needs_whole_tensors_of_cut_parameters(tmp_path, options):
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
     check(files, 2, options, factory=Muonlike)
 
 
-@pytest.mark.parametrize(("policy", "plan_ngpus"), [("dp", 1), ("tp", 2)])
+@pytest.mark.parametrize(("policy", "plan_ngpus"), spread([("dp", 1), ("tp", 2)], 2, first=1))
 def test_with_parameters_in_pieces(tmp_path, policy, plan_ngpus):
     """ZeRO-3: the gradient that overflows is of a piece, which one rank has."""
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2 * plan_ngpus, "use_zero": 3}
@@ -168,7 +169,9 @@ def pipe_reference(pipe, num_units):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), ZERO[2], ZERO[3]], ids=str
+    "options",
+    spread([pytest.param({}, marks=pytest.mark.slow), ZERO[2], ZERO[3]], 2, first=1),
+    ids=str,
 )
 def test_in_a_pipeline_with_tied_weights(tmp_path, options):
     """Most stages see no loss, and the one where gradients overflow is not the one that has it."""

@@ -4,6 +4,7 @@ object.
 
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import ADAMW, Mixed, adamw, assert_equal_pieces, train_rank, train_reference
 from spawn import run_processes
@@ -29,7 +30,11 @@ def text_of(error):
 
 @pytest.mark.parametrize(
     ("dp", "tp", "num_units", "overlap"),
-    [(1, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True), (2, 2, 1, True), (1, 4, 1, False)],
+    spread(
+        [(1, 1, 2, False), (1, 2, 2, False), (1, 2, 2, True), (2, 2, 1, True), (1, 4, 1, False)],
+        2,
+        first=1,
+    ),
 )
 def test_training_equals_one_device(tmp_path, dp, tp, num_units, overlap):
     directory, num_ranks = compiled(tmp_path, dp, tp), dp * tp * num_units

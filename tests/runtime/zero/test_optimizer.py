@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import ADAMW, Mixed, adamw
 from spawn import run_processes
@@ -565,7 +566,7 @@ def test_more_ranks_than_elements(options):
     assert sum(elements for _, _, elements in results) == 3
 
 
-@pytest.mark.parametrize("options", STAGES, ids=str)
+@pytest.mark.parametrize("options", spread(STAGES, 2, first=1), ids=str)
 def test_compiled_parts_inside_an_ordinary_module(tmp_path, options):
     directory = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
     reference = Mixed(make_model)
@@ -675,7 +676,7 @@ def test_hooks_see_flat_gradients(files, options):
                 torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer_to_zero", "module"])
+@pytest.mark.parametrize("clear", spread(["optimizer", "optimizer_to_zero", "module"], 2))
 @pytest.mark.parametrize("options", [*STAGES, {"use_zero": 2, "use_async_reducer": True}], ids=str)
 def test_gradients_are_cleared(files, options, clear):
     def on_rank(rank):

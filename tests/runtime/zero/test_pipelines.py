@@ -3,6 +3,7 @@ stages share.
 """
 
 import pytest
+from covers import spread
 from pipeline_files import Net
 from pipeline_training import assert_equal, train_rank, train_reference, write
 from pipelines import make_pipe
@@ -41,12 +42,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(("name", "options"), spread(CASES, 2))
 def test_every_schedule(tmp_path, name, options):
     train(tmp_path, make_pipe(name, 2, 4, SCHEDULES[name].min_chunks), options)
 
 
-@pytest.mark.parametrize("options", OPTIONS[2:4], ids=str)
+@pytest.mark.parametrize("options", spread(OPTIONS[2:4], 2, first=1), ids=str)
 def test_stages_on_unequal_meshes(tmp_path, options):
     train(tmp_path, make_pipe("zb_h1", 2, 3, tp=(2, 1), cut=(0,)), options)
 

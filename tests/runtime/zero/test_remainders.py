@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.runtime.errors import ConfigError
@@ -141,7 +142,9 @@ def round_ties_away(target: Tensor, source: Tensor) -> None:
     "table",
     [{}, {"contiguous_param_buffer": True, "bucket_cap_mb": 1e-3}, {"overlap_param_sync": True}],
 )
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 0), (1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"), spread([(1, 0), (2, 0), (1, 1), (3, 1), (2, 2)], 2)
+)
 def test_training_is_that_of_float32_masters(
     num_ranks: int, stage: int, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

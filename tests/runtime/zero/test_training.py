@@ -58,7 +58,7 @@ def test_groups(tmp_path):
     check(files(tmp_path, 1, 1), 2, 2, use_zero=1, zero_ngroups=2)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", spread([1, 2], 2, first=1))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_accumulation(tmp_path, stage, overlap):
     check(files(tmp_path, 1, 2), 4, 2, accumulate=4, use_zero=stage, use_async_reducer=overlap)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from covers import spread
 from mlp_files import make_batch, make_model, write_files
 from pipeline_files import Net
 from pipeline_training import assert_equal, write
@@ -41,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("dp", "tp", "units", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("dp", "tp", "units", "options"), spread(CASES, 2), ids=str)
 def test_training_equals_one_device(tmp_path, dp, tp, units, options):
     directory = write_files(tmp_path / "mlp", make_model(), dp, tp)
     name = ("muonlike", "adafactor")[CASES.index((dp, tp, units, options)) % 2]
@@ -257,14 +258,18 @@ def test_torchs_own_muon_beside_what_it_leaves_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("zb_v", {}),
-        ("1f1b", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}),
-        pytest.param("1f1b", {}, marks=pytest.mark.slow),
-        pytest.param(
-            "zb_v", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow
-        ),
-    ],
+    spread(
+        [
+            ("zb_v", {}),
+            ("1f1b", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}),
+            pytest.param("1f1b", {}, marks=pytest.mark.slow),
+            pytest.param(
+                "zb_v", {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow
+            ),
+        ],
+        2,
+        first=1,
+    ),
     ids=str,
 )
 def test_pipelines(tmp_path, name, options):

@@ -85,7 +85,12 @@ def predicted(compiled: Compiled, config: ComputeConfig) -> tuple[RankMemory, ..
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in MORE]],
+    spread(
+        [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in MORE]],
+        2,
+        first=1,
+        whole=True,
+    ),
     ids=lambda case: "-".join(map(str, case[:4])) + "-".join(map(str, case[4])),
 )
 def test_peaks_are_those_measured(case: Any, tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_zero_splits_the_state() -> None:
     assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(("runtime", "groups"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("runtime", "groups"), spread([(2, 1), (4, 1), (4, 2)], 2))
 def test_zero_splits_what_stages_share_between_them_too(runtime: int, groups: int) -> None:
     """Costs split as the runtime does: over all ranks that hold a copy, whichever stage they are
     of.

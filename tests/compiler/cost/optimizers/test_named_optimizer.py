@@ -12,6 +12,7 @@ import planning
 import pytest
 import torch
 import zoo
+from covers import spread
 from memory_ranks import measured_peaks
 from plans import traced, zoo_graph, zoo_traced
 from torch import Tensor, nn
@@ -134,14 +135,18 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("text", "zero"),
-    [
-        ("SGD", 0),
-        ("SGD(momentum=0.9)", 1),
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("RMSprop", 0), ("Adafactor", 0), ("SGD(momentum=0.9)", 0)]
+    spread(
+        [
+            ("SGD", 0),
+            ("SGD(momentum=0.9)", 1),
+            *[
+                pytest.param(*case, marks=pytest.mark.slow)
+                for case in [("RMSprop", 0), ("Adafactor", 0), ("SGD(momentum=0.9)", 0)]
+            ],
         ],
-    ],
+        2,
+        first=1,
+    ),
 )
 def test_peaks_are_those_measured(text: str, zero: int, tmp_path: Path) -> None:
     entry = zoo.get("gpt2")
@@ -188,7 +193,7 @@ def test_whole_tensors_count_on_the_rank_that_owns_most(zero: int, tmp_path: Pat
     assert min(measured) < 0.95 * found.peak_bytes
 
 
-@pytest.mark.parametrize("text", ["SGD", "SGD(momentum=0.9)"])
+@pytest.mark.parametrize("text", spread(["SGD", "SGD(momentum=0.9)"], 2, first=1))
 def test_a_search_adds_up_what_the_audit_does(text: str) -> None:
     named = OptimizerMemory(named=NamedOptimizer(text))
     wanted: dict[str, Any] = {"optimizer": named}

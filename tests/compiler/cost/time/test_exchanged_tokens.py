@@ -5,6 +5,7 @@ from __future__ import annotations
 import expert_models
 import plans
 import pytest
+from covers import spread
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
@@ -12,7 +13,7 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 NAME = "ep all_to_all"
 
 
-@pytest.mark.parametrize(("policy", "exchanges"), [("ep", True), ("tp", False)])
+@pytest.mark.parametrize(("policy", "exchanges"), spread([("ep", True), ("tp", False)], 2))
 def test_an_exchange_is_no_computing(policy: str, exchanges: bool) -> None:
     entry = expert_models.get(expert_models.BY_HAND)
     graph = plans.traced(entry.build(num_layers=1), entry.inputs())

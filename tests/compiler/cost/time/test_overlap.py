@@ -13,6 +13,7 @@ import plans
 import pytest
 import torch
 import zoo
+from covers import spread
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
@@ -56,7 +57,7 @@ CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "policy", "plan", "runtime", "fields"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "policy", "plan", "runtime", "fields"), spread(CASES, 2), ids=str)
 def test_buckets_are_those_that_ranks_make(
     name: str, policy: str, plan: int, runtime: int, fields: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import planning
 import pytest
 import torch
+from covers import spread
 from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -93,11 +94,15 @@ HIDDEN = "what passes may hide of sums and gatherings beside them is taken off"
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "overlap"),
-    [
-        pytest.param(rate, kind, marks=() if i == k else pytest.mark.slow)
-        for i, rate in enumerate((1e3, 1e4, 1e5))
-        for k, kind in enumerate((reducer, optimizer, both))
-    ],
+    spread(
+        [
+            pytest.param(rate, kind, marks=() if i == k else pytest.mark.slow)
+            for i, rate in enumerate((1e3, 1e4, 1e5))
+            for k, kind in enumerate((reducer, optimizer, both))
+        ],
+        3,
+        first=2,
+    ),
 )
 def test_one_position_hides_no_more_than_its_passes(overlap: Overlap, bytes_per_s: float) -> None:
     beside, proof = searched(2, bytes_per_s, overlap(beside=True))
@@ -109,11 +114,17 @@ def test_one_position_hides_no_more_than_its_passes(overlap: Overlap, bytes_per_
 
 @pytest.mark.parametrize(
     ("overlap", "chunks"),
-    [
-        (reducer, 1),
-        (optimizer, 4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((reducer, 4), (optimizer, 1))),
-    ],
+    spread(
+        [
+            (reducer, 1),
+            (optimizer, 4),
+            *(
+                pytest.param(*case, marks=pytest.mark.slow)
+                for case in ((reducer, 4), (optimizer, 1))
+            ),
+        ],
+        2,
+    ),
 )
 def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(
     overlap: Overlap, chunks: int

@@ -48,6 +48,7 @@ def test_positions_share_nodes_where_messages_cost_more_than_gradients() -> None
     assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "often"), [(4, "dp"), pytest.param(256, "tp", marks=pytest.mark.slow)]
 )

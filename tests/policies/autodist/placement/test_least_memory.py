@@ -110,6 +110,7 @@ class Heard(nn.Module):
         return F.mse_loss(self.told(self.heard(x)[0]).log_softmax(-1).exp().mean(1), y)
 
 
+@pytest.mark.slow
 def test_the_share_of_what_is_momentary_that_fits_first_is_not_the_last() -> None:
     """Weights held in pieces fit too, and need collectives that weighing what is momentary does
     without.

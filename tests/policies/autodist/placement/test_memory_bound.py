@@ -116,6 +116,7 @@ def test_no_random_plan_that_fits_is_below(mesh: str, num_microbatches: int, use
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_the_best_plan_of_every_set_of_parts_is_not_below(mesh: str) -> None:
     """Limits go from no bother to nothing that fits; and the bound rises on the way."""
@@ -144,7 +145,7 @@ def _apart(a: str, b: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("1f1b_interleaved", 2)]
+    ("schedule", "chunks"), spread([("1f1b", 1), ("zb_h1", 1), ("1f1b_interleaved", 2)], 2)
 )
 def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(
     schedule: str, chunks: int

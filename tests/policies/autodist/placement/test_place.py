@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from covers import spread
 from planning import audited_s, mesh_of, request
 from plans import zoo_graph
 from torch import Tensor, nn
@@ -293,14 +294,17 @@ def test_no_random_plan_is_below_the_bound() -> None:
 
 @pytest.mark.parametrize(
     ("plan_ngpus", "runtime_ngpus", "ngroups", "bytes_per_s", "zero"),
-    [
-        (2, 4, 1, 1e6, 1),
-        (2, 4, 1, 1e6, 3),
-        (2, 2, 1, 1e10, 2),
-        (2, 8, 2, 1e10, 3),
-        (2, 8, 2, 1e6, 1),
-        (2, 8, 2, 1e6, 2),
-    ],
+    spread(
+        [
+            (2, 4, 1, 1e6, 1),
+            (2, 4, 1, 1e6, 3),
+            (2, 2, 1, 1e10, 2),
+            (2, 8, 2, 1e10, 3),
+            (2, 8, 2, 1e6, 1),
+            (2, 8, 2, 1e6, 2),
+        ],
+        2,
+    ),
 )
 def test_the_cost_is_the_audits_at_every_stage_of_zero(
     plan_ngpus: int, runtime_ngpus: int, ngroups: int, zero: int, bytes_per_s: float

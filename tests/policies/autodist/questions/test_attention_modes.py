@@ -38,6 +38,7 @@ def asked(policy: str, num_ranks: int, model: str = "llama", **options: object) 
     return request_of_plan(graph, config, AutodistOptions(), machine, plan)
 
 
+@pytest.mark.slow
 def test_every_way_is_what_the_policy_would_take() -> None:
     """Each row is the step of the plan that ``cp`` makes with this mode."""
     first, *others = attention_modes(asked("cp", 2, cp_mode="ring"))

@@ -42,6 +42,7 @@ def config(**options: Any) -> ComputeConfig:
     return ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config=given)
 
 
+@pytest.mark.slow
 def test_a_loss_in_pieces_is_found_where_memory_binds() -> None:
     compiled = compile_graph(graph(), POLICY.apply, config(), policy_name="autodist")
     assert set(compiled.plan.loops) == {"loss"}

@@ -121,6 +121,7 @@ def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
     assert steps == sorted(steps)
 
 
+@pytest.mark.slow
 def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
     full = everything()
     times = sorted(candidate.predicted_s for candidate in full.audited)
@@ -375,6 +376,7 @@ def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_noth
     assert not proved.unanswered and proved.bound_s == 2e-7
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> None:
     machine, every = (
         load_hardware("a100-80gb", 4),

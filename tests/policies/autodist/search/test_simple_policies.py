@@ -15,6 +15,7 @@ from typing import Any
 import expert_models
 import plans
 import pytest
+from covers import spread
 from planning import slow_machine
 
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -153,7 +154,7 @@ def test_two_axes_are_those_of_a_mode_of_tensor_parallelism_too() -> None:
     assert (made.step_s, made.peak_bytes) == (expected.step_s, expected.peak_bytes)
 
 
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("tight", spread([False, True], 2, first=1))
 def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> None:
     known = costs(searched(simple=False)[0])
     memory = sorted(cost.peak_bytes for cost in known)[1] if tight else float("inf")
@@ -322,7 +323,7 @@ def test_what_the_options_leave_out_is_no_floor() -> None:
     assert flat is not None and not flat.plan.stages
 
 
-@pytest.mark.parametrize("stage", [None, 3])
+@pytest.mark.parametrize("stage", spread([None, 3], 2, first=1))
 def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
     graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
     config = ComputeConfig(
@@ -499,7 +500,9 @@ def test_plans_in_zigzag_come_first_where_attention_is_much(
     assert [found is not None and bool(found.plan.mesh.turns) for found in best[:1]] == [much]
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven", expert_models.BY_HAND])
+@pytest.mark.parametrize(
+    "name", spread(["mlp", "llama", "gpt2-uneven", expert_models.BY_HAND], 2, first=1)
+)
 def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
     """Before a plan is made, it is known what its operators take."""
     if name == expert_models.BY_HAND:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from covers import spread
 
 from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
@@ -249,7 +250,7 @@ def test_eight_layers_on_eight_devices_are_split_best(seed: int, num_stages: int
     )
 
 
-@pytest.mark.parametrize("steps", [4, FRONTIER_STEPS])
+@pytest.mark.parametrize("steps", spread([4, FRONTIER_STEPS], 2, first=1))
 def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory binds, on frontiers of rounded points too; and often the bound is above that
     without a limit.

@@ -31,17 +31,11 @@ CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
 ]
 MORE_CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
     ("llama dora", "dp", 1, 2, {"use_zero": 3}),
-    ("llama dora", "tp", 3, 3, {}),
     ("llama rslora, biases", "data", 2, 4, {"use_zero": 2}),
-    ("llama embedding", "tp", 2, 4, {"use_zero": 3}),
     ("llama tied, trained embedding", "hybrid", 4, 4, STEPS),
     ("llama some tokens", "tp", 2, 2, {}),
     ("llama dropout", "tp", 2, 2, {}),
     ("llama lora on int8", "tp", 2, 4, {"use_zero": 3}),
-    ("gpt2 lora", "hybrid", 4, 4, STEPS),
-    ("gpt2 dora", "tp", 2, 2, {}),
-    ("qwen3 lora", "autodist", 2, 2, STEPS),
-    ("bert lora", "dp", 1, 2, {}),
     ("t5 lora", "pp", 2, 4, {**STEPS, "use_zero": 1}),
 ]
 

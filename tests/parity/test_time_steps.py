@@ -346,11 +346,11 @@ class RandomLoop(nn.Module):
 @pytest.mark.slow
 def test_random_loops_compute_what_their_models_do() -> None:
     num_rolled = 0
-    for seed in range(20):
+    for seed in range(10):
         torch.manual_seed(seed)
         model, given = RandomLoop(seed), inputs(24)
         num_rolled += num_loops(model, given)
         policy = ("data", "tp")[seed % 2]
         report = verify(model, given, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1)
         assert report.ok, f"seed {seed}: {report}"
-    assert num_rolled >= 12  # the results of the others do not read the loop
+    assert num_rolled >= 6  # the results of the others do not read the loop

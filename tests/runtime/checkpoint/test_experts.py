@@ -103,8 +103,6 @@ def trained(
             pytest.param(name, tour, marks=pytest.mark.slow)
             for name, tour in (
                 (BY_HAND, "ep to tp and back"),
-                (BY_HAND, "axes and pieces"),
-                ("gpt_oss", "ep to tp and back"),
                 ("switch", "ep to tp and back"),
                 ("deepseek_v3", "ep to tp and back"),
                 ("qwen3_moe", "axes and pieces"),

@@ -55,7 +55,7 @@ SLOW = pytest.mark.slow
     [
         ("backward", "SIGKILL"),
         *(pytest.param(m, "SIGKILL", marks=SLOW) for m in SAID if m != "backward"),
-        *(pytest.param(m, "SIGSTOP", marks=SLOW) for m in ("backward", "parameters")),
+        *(pytest.param(m, "SIGSTOP", marks=SLOW) for m in ("backward",)),
     ],
 )
 def test_a_rank_that_is_missed_is_named_with_what_for(tmp_path, moment, signal):

@@ -193,6 +193,41 @@ def test_graph_does_not_grow_with_the_sequence() -> None:
     assert "modeling_mamba.py" in str(scans[0].source)
 
 
+_TINY: dict[str, Any] = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 2}
+_ATTENTION: dict[str, Any] = {
+    **_TINY, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 16,
+    "attn_layer_period": 2, "attn_layer_offset": 1,
+}  # fmt: skip
+_MAMBA = {"mamba_d_state": 4, "mamba_dt_rank": 2, "use_mamba_kernels": False}
+_HYBRID = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Jamba": {**_ATTENTION, **_MAMBA, "num_experts": 2, "num_experts_per_tok": 1},
+    "Zamba": {**_ATTENTION, **_MAMBA, **_HYBRID, "n_mamba_heads": 2},
+    "Rwkv": {**_TINY, "attention_hidden_size": 16, "context_length": 4096},
+    "RecurrentGemma": {
+        **_TINY, "num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 16,
+        "intermediate_size": 16, "attention_window_size": 32,
+        "block_types": ("recurrent", "attention"),
+    },
+}  # fmt: skip
+"""Families of transformers with scans, beside Mamba, and settings that make them tiny."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_families_do_not_grow_with_the_sequence(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    graphs = []
+    for num_tokens in (64, 2048):
+        ids = torch.zeros(2, num_tokens, dtype=torch.int64)
+        graphs.append(trace(model, {"input_ids": ids, "labels": ids, "use_cache": False}))
+    targets = [[op.target for op in graph.ops] for graph in graphs]
+    assert targets[0] == targets[1]
+    assert any(known.rpartition(".")[2] in target for known in HOMES for target in targets[0])
+
+
 def test_library_is_left_as_it_was() -> None:
     before = library_function("mamba_selective_scan", "mamba")
     trace(*mamba(4))

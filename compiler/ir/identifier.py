@@ -5,6 +5,7 @@ axis.
 from __future__ import annotations
 
 import builtins
+import functools
 import keyword
 import re
 import unicodedata
@@ -28,6 +29,7 @@ run calls in.
 """
 
 
+@functools.lru_cache(maxsize=65536)
 def identifier(text: str) -> str:
     """``text`` as a Python identifier: ``blocks.0.attn`` becomes ``blocks_0_attn``.
 

@@ -87,7 +87,7 @@ class OpDef:
     def bind(self, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> tuple[tuple[str, Arg], ...]:
         """Arguments by name in signature order, without those equal to their default."""
         # ``dim`` and ``axis`` are one parameter, for example.
-        renames = {**CommonRenames, **(self.renames or {})}
+        renames = {**CommonRenames, **(self.renames or {})} if kwargs else {}
         named = {renames.get(key, key): value for key, value in kwargs.items()}
         positional = list(args)
         # Positional arguments fill the parameters that are not named, in order.

@@ -94,20 +94,34 @@ def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGr
     return replace(graph, ops=mark_recompute(graph, modules).ops) if modules else graph
 
 
-def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0) -> list[str]:
-    """The begins of stages for a program of the whole ``graph`` on the mesh of a position.
-
-    Raises:
-        PlanError: there are fewer places to cut than stages need.
+def cutter_of(graph: PlannableGraph, num_microbatches: int) -> Cutter:
+    """The search's own cutter for schedules of so many microbatches. It keeps what the schedules of
+    one program have in common.
     """
-    # The search's own cutter, with one placement and one schedule.
     space = SearchSpace(
         meshes={},
-        num_microbatches=schedule.num_microbatches,
+        num_microbatches=num_microbatches,
         recompute=(),
         tolerance=CLEARLY,
         block_share=FINELY,
     )
+    return Cutter(graph, space)
+
+
+def cut(
+    graph: PlannableGraph,
+    walk: Walk,
+    schedule: Schedule,
+    pp_place: int = 0,
+    cutter: Cutter | None = None,
+) -> list[str]:
+    """The begins of stages for a program of the whole ``graph`` on the mesh of a position.
+    ``cutter``: that of :func:`cutter_of`, where there are several schedules.
+
+    Raises:
+        PlanError: there are fewer places to cut than stages need.
+    """
+    cutter = cutter or cutter_of(graph, schedule.num_microbatches)
     # Stages on each position: 2 for an interleaved schedule of 8 stages on 4 ranks.
     named_schedule = NamedSchedule(schedule.name, schedule.num_stages // schedule.num_ranks)
     by_hand = None if schedule.name in SCHEDULES else schedule
@@ -115,7 +129,7 @@ def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0
     cut_request = CutRequest(
         "stages", (lowered,), schedule.num_ranks, named_schedule, pp_place, by_hand=by_hand
     )
-    starts = Cutter(graph, space).starts(cut_request)
+    starts = cutter.starts(cut_request)
     if starts is None:
         raise PlanError(
             f"the graph cannot be cut into {schedule.num_stages} stages",

@@ -48,7 +48,7 @@ from shardwright.policies.autodist.search.simple_rules import (
 from shardwright.policies.autodist.stages.block_costs import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.partition import cut as cut_into_stages
-from shardwright.policies.partition import with_regions
+from shardwright.policies.partition import cutter_of, with_regions
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -264,6 +264,7 @@ def _cuts(
     space: SearchSpace,
 ) -> Iterator[_Cut]:
     """The stages of each schedule, but for those that have more than there are places to cut."""
+    cutter = cutter_of(graph, space.num_microbatches)  # what blocks cost is the same for all
     for named_schedule in named_schedules:
         if not named_schedule.name:
             yield _Cut(named_schedule, [0], [], [range(len(graph.ops))])
@@ -272,7 +273,7 @@ def _cuts(
             named_schedule.name, num_positions, space.num_microbatches, named_schedule.chunks
         )
         with contextlib.suppress(PlanError):
-            starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place)
+            starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place, cutter)
             yield _Cut(named_schedule, schedule.placement, starts, _spans(graph, starts))
 
 

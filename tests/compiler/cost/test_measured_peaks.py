@@ -18,7 +18,7 @@ COVER = {
     "tables": (2, 5, 10),
     "pipelines": (2, 7),
     "four ranks": (3, 5),
-    "wholes": (2, 5),
+    "wholes": (0, 2, 5),
     "wholes on four ranks": (2,),
     "packed": (0,),
 }

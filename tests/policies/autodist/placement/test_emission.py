@@ -163,7 +163,6 @@ def test_the_best_choice_costs_what_its_program_does(
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "microbatches"),
     [
-        ("llama", "2", 3, 2),
         ("t5", "2", 1, 2),
         ("unet", "2", 3, 2),
     ],

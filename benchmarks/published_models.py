@@ -34,7 +34,9 @@ logging.set_verbosity_error()  # random weights are meant
 
 @dataclass(frozen=True)
 class Sizes:
-    """The columns of a table that describe a model."""
+    """The columns of a table that describe a model. ``one_softmax``: whether the softmax of
+    attention that is written out is one kernel together with its scale and its mask.
+    """
 
     layers: int
     hidden: int
@@ -43,22 +45,35 @@ class Sizes:
     ffn: int
     vocab: int
     seq: int
+    one_softmax: bool = True
 
 
 DROPOUT = 0.1
 
 
 class WrittenAttention(nn.Module):
-    """Attention as Megatron wrote it before flash attention: two products, one kernel for scale,
-    mask and softmax between them, and dropout.
+    """Attention as Megatron wrote it before flash attention: two products, scale, mask and softmax
+    between them, in ``one`` kernel or in one each, and dropout.
     """
+
+    def __init__(self, seq: int, *, one: bool) -> None:
+        super().__init__()
+        self.one = one
+        if not one:
+            mask = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+            self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Turned so that it stays what is written: a compile takes query @ key.transpose(-1, -2) and
         # its softmax for one operator, and here each had a kernel.
         turned = key.permute(0, 1, 3, 2)
         scores = torch.matmul(query, turned)  # [batch, heads, seq, seq]
-        return torch.matmul(F.dropout(torch.softmax(scores, -1), DROPOUT), value)
+        if self.one:
+            weights = torch.softmax(scores, -1)
+        else:
+            scores = (scores.float() * query.shape[-1] ** -0.5).masked_fill(self.mask, -10000.0)
+            weights = torch.softmax(scores, -1).to(query.dtype)
+        return torch.matmul(F.dropout(weights, DROPOUT), value)
 
 
 class FlashAttention(nn.Module):
@@ -80,7 +95,9 @@ class Layer(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
         self.out = nn.Linear(hidden, hidden, bias=bias)
         self.up, self.down = nn.Linear(hidden, ffn, bias=bias), nn.Linear(ffn, hidden, bias=bias)
-        self.core = FlashAttention() if flash else WrittenAttention()
+        self.core = (
+            FlashAttention() if flash else WrittenAttention(sizes.seq, one=sizes.one_softmax)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape

@@ -148,6 +148,8 @@ def _row(line: dict[str, str], fallback: str) -> Row:
         count("ffn", known[4] or 4 * hidden),
         count("vocab", known[5] or MEGATRON_VOCAB),
         count("seq", 0),
+        # Megatron's kernel for scale, mask and softmax takes batches of four heads.
+        count("mbs", 0) * heads // count("tp") % 4 == 0,
     )
     sharded = count("fsdp", 0) > 1
     row = Row(

@@ -69,8 +69,8 @@ class Device:
       where these are of two bytes: a float8 of ``flops_per_s``. ``None``: they multiply as they
       are. Whether a model may be trained so is for its user to say.
     - ``queue_s``: the seconds that the host takes to launch one operator, forward and backward.
-      They hide behind the work of the device as long as its queue is full, so that a forward or a
-      backward takes no less than all of its launches together.
+      They hide behind the work of the device as long as its queue is full: an operator starts when
+      it has been launched and all before it have ended.
 
     - ``overlap``: the part of a message that costs no time while the device computes at least as
       long; 1: all of it.

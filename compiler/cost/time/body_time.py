@@ -57,8 +57,8 @@ class BodyTime:
       weights again; ``recomputes`` says whether there are such forwards.
     - ``comm_bytes``: the bytes that go through the collectives of ``comm_s``, counted as the
       runtime's ``CommunicationVolume`` counts them.
-    - ``launches_s``: the seconds in which the host launches all operators of the forward, and all
-      of the backward. Neither takes less.
+    - ``launched_s``: the seconds that forward and backward take as the host launches their
+      operators. Neither takes less.
     """
 
     instructions: tuple[tuple[Instruction, OpTime], ...]
@@ -67,16 +67,16 @@ class BodyTime:
     recomputed_s: float
     recomputes: bool
     comm_bytes: dict[str, float] = field(default_factory=dict)
-    launches_s: tuple[float, float] = (0.0, 0.0)
+    launched_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def forward_s(self) -> float:
-        return max(sum(time.forward_s for _, time in self.instructions), self.launches_s[0])
+        return max(sum(time.forward_s for _, time in self.instructions), self.launched_s[0])
 
     @property
     def backward_s(self) -> float:
         """The seconds of the backward, those of recomputation included."""
-        return max(self._device_backward_s, self.launches_s[1])
+        return max(self._device_backward_s, self.launched_s[1])
 
     @property
     def _device_backward_s(self) -> float:
@@ -141,34 +141,49 @@ def body_time(
         sums.recomputed_s,
         bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
         sums.volumes,
-        _launches_s(instructions, again, hardware.device.queue_s, sums.mesh),
+        _launched_s(instructions, again, hardware.device.queue_s, sums.mesh),
     )
 
 
-def _launches_s(
+def _launched_s(
     instructions: Sequence[tuple[Instruction, OpTime]],
     again: set[int],
     queue_s: tuple[float, float],
     mesh: Mesh,
 ) -> tuple[float, float]:
-    """The seconds in which a host launches what takes time on the device, forward and backward.
-    The backward launches once more what it computes ``again``.
+    """The seconds of forward and backward on a device whose queue a host fills, ``queue_s`` for
+    each operator: one starts when it has been launched and all before it have ended.
+
+    The host goes on to the backward while the device is still at the forward. Large operators at
+    the end of a model let it get ahead, and hide what it then takes for the layers' backward; in
+    the forward they come too late for that. The backward launches once more what it computes
+    ``again``.
     """
     if not any(queue_s):
         return 0.0, 0.0
-    # Adapters cost a host next to nothing: published steps that it binds take as long on four
-    # tensor-parallel ranks as on one.
-    forwards = backwards = repeated = 0
+    forwards: list[tuple[float, float]] = []  # launching, and running, in the order of the launches
+    backwards: list[tuple[float, float]] = []
     for item, time in instructions:
-        if isinstance(item, Adapt):
-            continue
         there, back = 1, 1
-        if isinstance(item, Compute):
+        if isinstance(item, Adapt):
+            # Adapters cost a host next to nothing: published steps that it binds take as long on
+            # four tensor-parallel ranks as on one.
+            there, back = 0, 0
+        elif isinstance(item, Compute):
             there, back = launches(item.original, item.assignment, mesh)
-        forwards += there * (time.forward_s > 0)
-        backwards += back * (time.backward_s > 0)
-        repeated += there * (time.forward_s > 0 and id(item) in again)
-    return queue_s[0] * forwards, queue_s[0] * repeated + queue_s[1] * backwards
+        forward = (queue_s[0] * there * (time.forward_s > 0), time.forward_s)
+        forwards.append(forward)
+        backwards.append((queue_s[1] * back * (time.backward_s > 0), time.backward_s))
+        if id(item) in again:
+            backwards.append(forward)
+    launched_s = done_s = 0.0
+    ends = []
+    for calls in (forwards, reversed(backwards)):
+        for launching_s, running_s in calls:
+            launched_s += launching_s
+            done_s = max(done_s, launched_s) + running_s
+        ends.append(done_s)
+    return ends[0], ends[1] - ends[0]
 
 
 @dataclass

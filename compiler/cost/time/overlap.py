@@ -69,7 +69,7 @@ def gathered_beside(
         now = max(now, max(until) + late_s)
         longer_s = _not_hidden_s(time.forward_s, all_there + late_s - now, device)
         now, late_s = now + time.forward_s + longer_s, late_s + longer_s
-    now = max(now, body.launches_s[0])
+    now = max(now, body.launched_s[0])
     return [("forward", 0.0, now), *_later(parts, late_s)]
 
 
@@ -129,7 +129,7 @@ def summed_beside(
         now, late_s = now + busy_s + longer_s, late_s + longer_s
         while waiting and all(complete[name] >= index for name in waiting[0]):
             begin(now)
-    backward_end = now = max(now, start_s + body.launches_s[1])
+    backward_end = now = max(now, start_s + body.launched_s[1])
     # What is left is summed behind the backward.
     while waiting:
         begin(now)

@@ -547,14 +547,16 @@ def test_a_schedule_fixes_the_number_of_microbatches() -> None:
 @pytest.mark.parametrize("policy", spread(["tp", "pp"], 2))
 def test_a_body_takes_no_less_than_its_launches(policy: str) -> None:
     """Only the number of operators counts where the queue of launches is slower than all work:
-    a step takes twice as long where a launch does. A fast queue changes nothing.
+    a step takes twice as long where a launch does. Before a fast queue only the first launch is
+    waited for.
     """
 
     def step_s(queue_s: float) -> float:
         device = replace(HARDWARE.device, queue_s=(queue_s, queue_s))
         return cost_of(policy, 2, hardware=replace(HARDWARE, device=device)).step_s
 
-    assert step_s(1e-9) == step_s(0.0) == cost_of(policy, 2).step_s
+    assert step_s(0.0) == cost_of(policy, 2).step_s
+    assert step_s(0.0) < step_s(1e-9) < step_s(0.0) + 1e-8
     assert (step_s(20.0) - step_s(10.0)) / 10 == pytest.approx(step_s(20.0) / 20, rel=1e-2)
 
 

@@ -211,7 +211,7 @@ def test_tp_on_two_axes_is_among_them() -> None:
     )
 
 
-@pytest.mark.parametrize("limit_s", [2.5, 3.5])
+@pytest.mark.parametrize("limit_s", [2.5, 4.5])
 def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: float) -> None:
     """Also on meshes that it has not come to."""
     search, found = in_time(limit_s)

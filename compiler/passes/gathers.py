@@ -134,7 +134,8 @@ def _activation_kind(gather: Adapt) -> tuple[object, ...] | None:
     if step.kind != "all_gather" or is_held or gather.choice is not None:
         return None
     cut = (step.axes, step.dim, step.cut, step.backward)
-    return *cut, value.dtype, value.takes_gradient, gather.region
+    place = gather.region, container_of(path_of(gather))
+    return *cut, value.dtype, value.takes_gradient, *place
 
 
 def _joined(program: Program, *, first_alone: bool, last_alone: bool) -> Program:

@@ -22,7 +22,7 @@ from shardwright.compiler.ir.op import Arg, map_leaves
 from shardwright.compiler.ir.size import dynamic_sizes
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
-from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
+from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program, gathers_at
 
 # torch numbers the modules of a list without leading zeros, so `block.01` is a name.
 _CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
@@ -233,18 +233,24 @@ def in_front(
     # Made inside of the stretch: what follows from it cannot go in front.
     made = {value.name for i in instructions if not isinstance(i, Adapt) for value in writes(i)}
     front: list[Instruction] = []
-    for instruction in instructions:
-        if isinstance(instruction, Adapt):
-            shared = any(map(is_read_later, _copies_of(instruction, instructions)))
-            is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
-            gathers_again = recompute and instruction.step.kind in GATHERS
-            starts = bool(instruction.beside or instruction.meanwhile)
-            stays = is_weight or starts or gathers_again
-            if instruction.value.name not in made and (shared or not stays):
-                front.append(instruction)
-            else:
-                # It stays, and so does what is adapted further from it.
-                made.add(instruction.result.name)
+
+    def goes(adapter: Adapt) -> bool:
+        shared = any(map(is_read_later, _copies_of(adapter, instructions)))
+        is_weight = adapter.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
+        gathers_again = recompute and adapter.step.kind in GATHERS
+        starts = bool(adapter.beside or adapter.meanwhile)
+        stays = is_weight or starts or gathers_again
+        return adapter.value.name not in made and (shared or not stays)
+
+    for position, instruction in enumerate(instructions):
+        if not isinstance(instruction, Adapt) or instruction.joins:
+            continue
+        together = gathers_at(instructions, position)  # what goes in one collective stays together
+        if all(map(goes, together)):
+            front += together
+        else:
+            # They stay, and so does what is adapted further from them.
+            made.update(adapter.result.name for adapter in together)
     return front
 
 

@@ -18,6 +18,7 @@ from shardwright.compiler.passes import gathers
 from shardwright.compiler.passes.gathers import GatherTogether
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.program import Adapt, Program, gathers_at
+from shardwright.compiler.plan.repeated_blocks import in_front, writes
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InternalError
@@ -118,6 +119,13 @@ def test_keys_and_values_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = (*others[:at], second, *others[at:])
     with pytest.raises(InternalError, match="cannot join what stands before it"):
         verify_program(replace(together, body=wrong))
+    # Both go in front of the layer that reads them, or none.
+    place = together.body.index(first)
+    makes_values = next(i for i in together.body if second.value in writes(i))
+    attention = together.body[place + 2]
+    for before, moved in (([], [first, second]), ([makes_values], [])):
+        layer = [*before, first, second, attention]
+        assert in_front(layer, lambda name: False, recompute=False) == moved
 
     monkeypatch.setattr(GatherTogether, "__call__", lambda self, program: program)
     ours, theirs = (audit(p, config, hardware) for p in (together, compiled(config)))

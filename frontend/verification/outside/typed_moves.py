@@ -64,6 +64,12 @@ def all_gather(*, x: Typed, axis: AxisGroup, dim: int, backward: str) -> Typed:
     return moved(x, "all_gather", axis, S(dim), dst)
 
 
+def all_gather_together(
+    *, xs: tuple[Typed, ...], axis: AxisGroup, dim: int, backward: str
+) -> tuple[Typed, ...]:
+    return tuple(all_gather(x=x, axis=axis, dim=dim, backward=backward) for x in xs)
+
+
 def narrow(*, x: Typed, axis: AxisGroup, dim: int, backward: str) -> Typed:
     src = I if backward == "all_gather" else R
     return moved(x, "convert", axis, src, S(dim))
@@ -105,6 +111,7 @@ def gathered(*, step: Any, pieces: tuple[Typed, ...]) -> tuple[Typed, ...]:
 
 RULES: Mapping[type, Callable[..., Any]] = {
     adapters._AllGather: all_gather,
+    adapters._AllGatherTogether: all_gather_together,
     adapters._Narrow: narrow,
     adapters._ReduceScatter: reduce_scatter,
     adapters._AllReduce: all_reduce,

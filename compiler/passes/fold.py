@@ -125,12 +125,10 @@ def _is_foldable(op: IROp) -> bool:
     # A user's function may do anything.
     if type(opdef) is not OpDef or op.target.startswith(("empty", "new_empty")):
         return False
-    # ``only_in``: it runs in training alone. ``autocast``: its dtype is that of the region.
-    if (
-        op.only_in is not None
-        or op.autocast is not None
-        or any(value.requires_grad for value in op.results)
-    ):
+    # ``only_in``: it runs in training alone. ``autocast``: tensors of floating point are cast to
+    # the dtype of the region.
+    is_cast = op.autocast is not None and any(v.dtype.is_floating_point for v in op.operands)
+    if op.only_in is not None or is_cast or any(value.requires_grad for value in op.results):
         return False
     # Dynamic sizes have no numbers now.
     sizes = [size for value in op.results for size in value.shape]

@@ -56,6 +56,17 @@ def test_masks_of_models_are_read(
         assert op.has_arg("sinks") == (name == "gpt-oss")
 
 
+def test_masks_are_read_under_autocast_too() -> None:
+    """Bands are known there as well: positions are integers, which are not cast, and so is the
+    number that hides a key.
+    """
+    entry = get("gemma2")
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = plans.annotated(plans.traced(entry.build().float(), entry.inputs()))
+    found = [op.arg("bands") for op in graph.ops if op.target == "attention_where"]
+    assert found == [WINDOW, CAUSAL]
+
+
 class Attention(nn.Module):
     def __init__(self, attend: Callable[[Tensor, Tensor], object]) -> None:
         super().__init__()

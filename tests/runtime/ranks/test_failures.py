@@ -211,7 +211,7 @@ def test_a_collective_that_takes_long_is_told_of_once(tmp_path):
 def test_random_kills_and_stops_end_in_words():
     """A short run of the script that does so for as long as one likes."""
     script = Path(__file__).parents[2] / "product" / "faults.py"
-    command = [sys.executable, script, "--runs", "2", "--seed", "5"]
+    command = [sys.executable, script, "--runs", "4", "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.startswith("4 runs: ") and " in words" in done.stdout

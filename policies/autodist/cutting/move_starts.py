@@ -107,7 +107,7 @@ class Evenness:
         return trials[order], found[order]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _shifts(num_begins: int) -> NDArray[np.intp]:
     """``[trial, begin]``: how far each begin is moved: a run of them, all equally far."""
     steps = [sign * distance for distance in range(1, REACH + 1) for sign in (-1, 1)]

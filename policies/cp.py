@@ -18,7 +18,8 @@ from shardwright.policies.context_axes import (
     split_context,
     turns_of_axes,
 )
-from shardwright.policies.piece_loops import PieceOptions, in_pieces
+from shardwright.policies.memory_options import MemoryOptions, saving_memory
+from shardwright.policies.partition import with_regions
 from shardwright.policies.pipeline_mesh import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import check_sequence
@@ -29,7 +30,7 @@ from shardwright.runtime.layout import Layout, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions(PieceOptions):
+class ContextOptions(MemoryOptions):
     """Options of ``cp`` in ``pas_config``.
 
     ``cp``: the ranks that share the sequence (default: all), or the sizes of several axes, major to
@@ -37,7 +38,7 @@ class ContextOptions(PieceOptions):
     ``cp_turns``: how often each rank gets an early and a late piece; 0: it gets one piece (default:
     1 where attention is causal, so that all ranks have the same work).
     ``sequence``: the names of the dims of the sequence (default: they are found). ``hardware``: the
-    preset or file by whose times ``auto`` decides. Others: :class:`PieceOptions`.
+    preset or file by whose times ``auto`` decides. Others: :class:`MemoryOptions`.
     """
 
     cp: int | tuple[int, ...] | None = None
@@ -69,13 +70,15 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         split_context(builder, axes, modes, options.sequence)
         return builder.plan("cp")
 
+    marked = with_regions(graph, options.recompute)  # in which a ring goes round once more
+
     def seconds(modes: Modes) -> float:
-        program = lowered(graph, config, plan(modes))
+        program = lowered(marked, config, plan(modes))
         return step_seconds(program, config, options.hardware, ranks)
 
     # Ring, all-to-all or gather, where the options leave it open: each is lowered and priced.
     chosen = plan(cheapest_modes(graph, axes, seconds, options.sequence))
-    return in_pieces(graph, chosen, options, config, "cp")
+    return saving_memory(graph, chosen, options, config, "cp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

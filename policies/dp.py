@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.policies.piece_loops import PieceOptions, in_pieces
+from shardwright.policies.memory_options import MemoryOptions, saving_memory
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -13,7 +13,7 @@ from shardwright.runtime.errors import PlanError
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """One rank computes everything; gradients are reduced over units."""
-    options = read_options(PieceOptions, config.pas_config, policy="dp")
+    options = read_options(MemoryOptions, config.pas_config, policy="dp")
     if config.plan_ngpus != 1:
         raise PlanError(
             "policy 'dp' copies the model over units, so a plan has one rank",
@@ -22,7 +22,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
             "split the batch inside a unit",
         )
     plan = graph.builder(mesh={}).plan("dp")
-    return replace(graph, plan=in_pieces(graph, plan, options, config, "dp"))
+    return replace(graph, plan=saving_memory(graph, plan, options, config, "dp"))
 
 
-POLICY = Policy("dp", apply, PieceOptions, built_in=True)
+POLICY = Policy("dp", apply, MemoryOptions, built_in=True)

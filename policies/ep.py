@@ -4,10 +4,11 @@ all of them; tokens are exchanged on their way to the experts and back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.expert_axes import expert_axes
+from shardwright.policies.memory_options import MemoryOptions, saving_memory
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import split_on_expert_axes
 from shardwright.runtime.config import ComputeConfig
@@ -15,10 +16,10 @@ from shardwright.runtime.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
+class ExpertOptions(MemoryOptions):
     """Options of ``ep`` in ``pas_config``. ``ep``: ranks that share the experts (default: all), or
     nodes, and ranks within each: a token then crosses to a node once. ``etp``: ranks that share the
-    inner dims of an expert.
+    inner dims of an expert. Others: :class:`MemoryOptions`.
     """
 
     ep: int | tuple[int, ...] | None = None
@@ -40,7 +41,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     mesh = {axis.name: axis.size for axis in axes} or {"ep": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "ep")
-    return builder.build("ep")
+    return replace(graph, plan=saving_memory(graph, builder.plan("ep"), options, config, "ep"))
 
 
 POLICY = Policy("ep", apply, ExpertOptions, built_in=True)

@@ -22,7 +22,8 @@ from shardwright.policies.context_axes import (
     turns_of_axes,
 )
 from shardwright.policies.expert_axes import ExpertAxis, expert_axes
-from shardwright.policies.piece_loops import in_pieces
+from shardwright.policies.memory_options import saving_memory
+from shardwright.policies.partition import with_regions
 from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
@@ -101,7 +102,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         check_sequence(graph, shared, "hybrid", options.sequence)
     stage = _Stage.of(graph, config, options, tp, axes)
     plan = add_stages(graph, config, stage.plan({"pp": num_stages}), options, num_stages)
-    return in_pieces(graph, plan, options, config, "hybrid")
+    return saving_memory(graph, plan, options, config, "hybrid")
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class _Stage:
 
     def seconds(self) -> float:
         """The time of a step without stages."""
-        program = lowered(self.graph, self.config, self.plan({}))
+        marked = with_regions(self.graph, self.options.recompute)
+        program = lowered(marked, self.config, self.plan({}))
         num_ranks = self.options.dp * self.options.cp_size * self.tp
         return step_seconds(program, self.config, self.options.hardware, num_ranks)
 

@@ -87,8 +87,8 @@ def stage_starts(
 
 
 def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGraph:
-    """The graph, where the modules that are computed again are regions, in which no stage
-    begins.
+    """The graph, where the modules that are computed again are regions. No stage begins in them,
+    and what they compute counts twice.
     """
     modules = [pattern for pattern in recompute if not pattern.startswith("stage:")]
     return replace(graph, ops=mark_recompute(graph, modules).ops) if modules else graph

@@ -13,15 +13,15 @@ from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.planned import by_hand
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.policies.memory_options import MemoryOptions
 from shardwright.policies.partition import stage_starts
-from shardwright.policies.piece_loops import PieceOptions
 from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions(PieceOptions):
+class PipelineOptions(MemoryOptions):
     """Options of a pipeline in ``pas_config``.
 
     ``num_stages``: positions in the pipeline. ``num_microbatches``: samples of a step (default:
@@ -31,8 +31,7 @@ class PipelineOptions(PieceOptions):
     stages 1, 2, ... begin (default: between repeated layers, as far as that is about as fast as any
     other cut). ``hardware``: the preset or file whose times they are cut by.
     ``actions``: a schedule of your own instead, one text for each position (``0F0 0F1 0B0 0B1``).
-    ``recompute``: module paths, ``*`` for any one name, or ``stage:<number>``, whose activations
-    are computed again in the backward. Others: :class:`PieceOptions`.
+    Others: :class:`MemoryOptions`, whose ``recompute`` may also name ``stage:<number>``.
     """
 
     num_stages: int | None = None
@@ -42,7 +41,6 @@ class PipelineOptions(PieceOptions):
     stage_starts: tuple[str, ...] = ()
     hardware: str = "a100-80gb"
     actions: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()
 
 
 def check_end2end(policy: str, config: ComputeConfig) -> None:
@@ -112,7 +110,6 @@ def add_stages(
         schedule=schedule.name,
         num_microbatches=schedule.num_microbatches,
         actions=options.actions,
-        recompute=options.recompute,
     )
 
 

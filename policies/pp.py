@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.piece_loops import in_pieces
+from shardwright.policies.memory_options import saving_memory
 from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
@@ -31,7 +31,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         )
     plan = graph.builder(mesh={"pp": config.plan_ngpus}).plan("pp")
     plan = add_stages(graph, config, plan, options, config.plan_ngpus)
-    return in_pieces(graph, plan, options, config, "pp")
+    return saving_memory(graph, plan, options, config, "pp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

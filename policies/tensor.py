@@ -40,7 +40,7 @@ from shardwright.compiler.plan.zero import cut_further
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.labels import label
-from shardwright.policies.piece_loops import in_pieces
+from shardwright.policies.memory_options import saving_memory
 from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
@@ -106,9 +106,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     plan = builder.plan("tensor")
     if num_stages > 1:
         plan = add_stages(graph, config, plan, options, num_stages)
-    else:
-        plan = replace(plan, recompute=options.recompute)
-    plan = in_pieces(graph, plan, options, config, "tensor")
+    plan = saving_memory(graph, plan, options, config, "tensor")
     if options.gather == "steps":
         count = options.steps or max(2, *sizes.values())
         plan = in_steps(graph, plan, count, "tensor")

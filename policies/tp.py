@@ -31,7 +31,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.expert_axes import expert_axes
-from shardwright.policies.piece_loops import PieceOptions, in_pieces
+from shardwright.policies.memory_options import MemoryOptions, saving_memory
 from shardwright.policies.pipeline_mesh import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import Positions, check_sequence, positions_of
@@ -53,13 +53,13 @@ CLEARLY = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorOptions(PieceOptions):
+class TensorOptions(MemoryOptions):
     """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
     channels are split. ``ep``: the ranks that share the experts, or nodes and ranks within each;
     ``etp``: those that share the inner dims of an expert (default: the others).
     ``sequence_parallel``: what no inner dim is split of is split along the sequence. ``sequence``:
     the names of its dims (default: they are found). ``gathers_again``: what products then gather is
-    gathered again in backward, not kept. Others: :class:`PieceOptions`.
+    gathered again in backward, not kept. Others: :class:`MemoryOptions`.
     """
 
     hardware: str = "a100-80gb"
@@ -86,7 +86,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     # Only channels depend on the machine; for all else the rule is as good anywhere.
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
-    return replace(graph, plan=in_pieces(graph, plan, options, config, "tp"))
+    return replace(graph, plan=saving_memory(graph, plan, options, config, "tp"))
 
 
 def _with_experts(
@@ -99,7 +99,7 @@ def _with_experts(
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), options.positions)
-    plan = in_pieces(graph, builder.plan("tp"), options, config, "tp")
+    plan = saving_memory(graph, builder.plan("tp"), options, config, "tp")
     return replace(graph, plan=plan)
 
 

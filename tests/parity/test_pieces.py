@@ -35,7 +35,7 @@ BLOCKS = ["model.layers.*"]
     spread(
         [
             ("llama", "tp", 2, BOTH, {}),
-            ("gpt2", "cp", 3, BOTH, {}),
+            ("gpt2", "cp", 3, {**BOTH, "recompute": ["transformer.h.*"]}, {}),
             ("llama", "hybrid", 2, {**BOTH, "tp": 1, "num_stages": 2, "recompute": BLOCKS}, END),
             *(
                 pytest.param(*case, marks=slow)

@@ -211,7 +211,13 @@ class Cutter:
                 inputs_s = _inputs_s(lowered.walk, starts)
                 stage_costs = StageCosts(placement, count, False)
                 relief_s = messages.relief_by_side_s(number)
-                placements.append(Least(stage_costs, relief_s, inputs_s, alone, memory))
+                # Stages that differ may lie anywhere, so that what a message takes is not known.
+                crossings = (
+                    messages.crossings(number, schedule.num_stages)
+                    if len(placed_blocks) == 1
+                    else ()
+                )
+                placements.append(Least(stage_costs, relief_s, inputs_s, alone, memory, crossings))
             games.append(Game(waits, placements, self._num_devices(cut_request), known))
         # Overlap of communication can make a step shorter than its actions are, by that share.
         config = cut_request.placements[0].walk.setting.config

@@ -1,4 +1,11 @@
-"""The chains of actions of a schedule that wait for one another, and the longest of them."""
+"""The chains of actions of a schedule that wait for one another, and the longest of them.
+
+An action that waits for one of another rank also waits for the message in between. So a chain has
+messages, too: each is counted to the later of the two stages, there or back.
+
+Example: two stages on two ranks, one microbatch. The chain 0F0, 1F0, 1B0, 0B0 has two messages of
+stage 1, one there and one back. Two stages on one rank send each other none.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +20,14 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import run_order, waits_of
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_minima import (
+    BACK,
     FORWARD,
     HELD,
     INPUT,
     KEPT,
     NUM_PARTS,
     ONCE,
+    THERE,
     WEIGHT,
 )
 from shardwright.runtime.schedule_actions import ActionKind
@@ -33,6 +42,9 @@ PARTS = {
 
 
 KINDS = tuple(PARTS)
+
+MESSAGES = (THERE, BACK)
+"""The parts that are messages."""
 
 
 class Chains:
@@ -69,6 +81,17 @@ class Chains:
                 for place in numbers
             ]
         )
+        # ``[action, ...]``: the number of the message that comes with each, or that of none.
+        none = self.num_stages * len(MESSAGES)
+        self._messages = np.array(
+            [
+                [*(_message(schedule, place, other) for other in before[place]), *[none] * most][
+                    :most
+                ]
+                for place in numbers
+            ]
+        )
+        self._messages[self._messages < 0] = none
         self._stages, self._kinds = (
             np.array(listed)
             for listed in zip(*((a.stage, KINDS.index(a.kind)) for a in actions), strict=True)
@@ -102,16 +125,18 @@ class Chains:
         found = []
         for last, stages in self._last:
             chain = list(own[tuple(stages)])
+            messages = []
             number = chain[0]
-            while (number := max(before[number], key=heads.__getitem__)) < nothing:
-                chain.append(number)
+            while (first := max(before[number], key=heads.__getitem__)) < nothing:
+                messages.append(self._message_between(first, number))
+                chain.append(number := first)
             number = last
             while after[number] < nothing:
-                number = after[number]
-                chain.append(number)
+                messages.append(self._message_between(number, after[number]))
+                chain.append(number := after[number])
             # It ends with what its last position does once per step.
             ends = position_of[int(self._stages[number])]
-            found.append(self._counts(chain, ends))
+            found.append(self._counts(chain, messages, ends))
         return found
 
     def longest(self, times: Array) -> list[tuple[float, Array]]:
@@ -122,37 +147,58 @@ class Chains:
         seconds = np.stack([times[:, list(PARTS[kind])].sum(axis=1) for kind in KINDS], axis=1)[
             self._stages, self._kinds
         ]
+        messages_s = np.append(times[:, list(MESSAGES)], 0.0)[self._messages]
         # Level by level: an action ends after the last of those that it waits for. The last entry
         # is nothing.
         ends = np.zeros(len(seconds) + 1)
         for level in map(slice, self._edges, self._edges[1:]):
-            ends[level] = ends[self._before[level]].max(axis=1) + seconds[level]
+            there = ends[self._before[level]] + messages_s[level]
+            ends[level] = there.max(axis=1) + seconds[level]
         # Which of them that was, to walk back along the longest chain.
-        origins = np.take_along_axis(
-            self._before, ends[self._before].argmax(axis=1)[:, None], axis=1
-        )[:, 0].tolist()
+        latest = (ends[self._before] + messages_s).argmax(axis=1)[:, None]
+        origins, between = (
+            np.take_along_axis(of, latest, axis=1)[:, 0].tolist()
+            for of in (self._before, self._messages)
+        )
         found = []
         for number, stages in self._last:
             length = float(ends[number] + times[list(stages), ONCE].sum())
-            chain = []
+            chain, messages = [], []
             while number < len(origins):
                 chain.append(number)
+                messages.append(between[number])
                 number = origins[number]
             # What the last position does once per step belongs to its chain.
-            found.append((length, self._counts(chain, stages)))
+            found.append((length, self._counts(chain, messages, stages)))
         return found
 
-    def _counts(self, chain: Sequence[int], once: Sequence[int]) -> Array:
-        """How often a chain has each kind of action of each stage, and what stages do once."""
+    def _message_between(self, before: int, number: int) -> int:
+        """The message that an action waits for behind one that it waits for."""
+        return int(self._messages[number][self._before[number].tolist().index(before)])
+
+    def _counts(self, chain: Sequence[int], messages: Sequence[int], once: Sequence[int]) -> Array:
+        """How often a chain has each kind of action of each stage, and each message, and what
+        stages do once.
+        """
         often = np.bincount(
             self._stages[chain] * len(KINDS) + self._kinds[chain],
             minlength=self.num_stages * len(KINDS),
         )
         counts = np.zeros((self.num_stages, NUM_PARTS))
         counts[list(once), ONCE] = 1.0
+        sent = np.bincount(messages, minlength=self.num_stages * len(MESSAGES) + 1)[:-1]
+        counts[:, list(MESSAGES)] = sent.reshape(self.num_stages, -1)
         for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
             counts[:, list(PARTS[kind])] += column[:, None]
         return counts
+
+
+def _message(schedule: Schedule, place: tuple[int, int], before: tuple[int, int]) -> int:
+    """The number of the message between an action and one that it waits for, -1 for none."""
+    if place[0] == before[0]:
+        return -1
+    own, other = (schedule.actions[rank][index].stage for rank, index in (place, before))
+    return max(own, other) * len(MESSAGES) + int(own < other)
 
 
 def _moments(schedule: Schedule) -> list[Array]:

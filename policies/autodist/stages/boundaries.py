@@ -87,6 +87,11 @@ class _Flow:
     places: tuple[int, ...]
     reaches: dict[int, list[_Reach]]
 
+    @property
+    def first(self) -> int:
+        """The block behind the one that makes it."""
+        return min(self.reaches)
+
 
 @dataclass(frozen=True)
 class _View:
@@ -152,6 +157,34 @@ class Messages:
         """
         return self._least_more(placement, lambda seconds: seconds)
 
+    def crossings(self, placement: int, num_stages: int) -> list[tuple[Array, Array]]:
+        """The least seconds of messages, by stage, where all stages have one placement:
+        ``[start, stop]``, of what a stage gets from the stage before it, and of what it sends back.
+        Only what is made in the block before the stage is sure to come from there.
+        """
+        size = self.walks[placement].mesh.size
+        nothing = np.zeros((len(self.starts) + 1, len(self.starts) + 1))
+        found, known = [(nothing, nothing)], dict[bytes, tuple[Array, Array]]()
+        for stage in range(1, num_stages):
+            before, own = (self.ranks_of(placement, place * size) for place in (stage - 1, stage))
+            if before == own:
+                found.append((nothing, nothing))
+                continue
+            lies = tier_groups(self.walks[placement].setting.hardware, (*before, *own))
+            if lies not in known:
+                there, back = (
+                    self._table(
+                        functools.partial(
+                            self._crossing_s, placement, placement, before, own, reverse
+                        ),
+                        only_fresh=True,
+                    )
+                    for reverse in (False, True)
+                )
+                known[lies] = there, back
+            found.append(known[lies])
+        return found
+
     def _least_more(self, placement: int, counted: Callable[[Array], Array]) -> Array:
         taken = [counted(self._taken(before, placement)) for before in range(len(self.walks))]
         sent = np.minimum(counted(self._sent(placement)), 0.0).min(axis=1)
@@ -213,15 +246,21 @@ class Messages:
         return self._adapters[before, after]
 
     def _table(
-        self, seconds: Callable[[int, _Reach], float | Array], shape: tuple[int, ...] = ()
+        self,
+        seconds: Callable[[int, _Reach], float | Array],
+        shape: tuple[int, ...] = (),
+        *,
+        only_fresh: bool = False,
     ) -> Array:
         """``[start, stop]`` of the seconds, ``shape`` of them, of every flow that a stage reads so
-        much of, added up.
+        much of, added up. ``only_fresh``: only of what the block before the stage has made.
         """
         num_blocks = len(self.starts)
         table = np.zeros((num_blocks + 1, num_blocks + 1, *shape))
         for index, flow in enumerate(self._flows):
             for start, reaches in flow.reaches.items():
+                if only_fresh and start > flow.first:
+                    continue
                 ends = [reach.block for reach in reaches[1:]] + [num_blocks]
                 for reach, end in zip(reaches, ends, strict=True):
                     table[start, reach.block + 1 : end + 1] += seconds(index, reach)

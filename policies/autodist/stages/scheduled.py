@@ -40,8 +40,12 @@ at once.
 **Played in turns.** The least bound of a search is the only one that counts, so games are played a
 few rounds at a time, always the one that has the least (``search/certificate.py``).
 
-Between this bound and the best split lies what an average of splits takes less than each of them
-(blocks do not come in fractions), and messages, which count nothing.
+**Messages.** An action that waits for another rank waits for a message, too. Of stages with one
+placement a chain has those of what the stage before has made in its last block. What may have been
+made still earlier, and messages of stages that differ, count nothing.
+
+Between this bound and the best split lies what an average of splits takes less than each of them:
+blocks do not come in fractions.
 """
 
 from __future__ import annotations
@@ -55,7 +59,14 @@ from ortools.linear_solver.python import model_builder
 from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.cheapest_splits import Path, PricedPaths, Splits
 from shardwright.policies.autodist.stages.frontier import Array
-from shardwright.policies.autodist.stages.stage_minima import HELD, KEPT, NUM_PARTS, Least
+from shardwright.policies.autodist.stages.stage_minima import (
+    BACK,
+    HELD,
+    KEPT,
+    NUM_PARTS,
+    THERE,
+    Least,
+)
 
 MAX_ROUNDS = 160
 """How many splits are looked at for one bound."""
@@ -84,7 +95,7 @@ half as many rounds as before.
 FORGOTTEN = 12
 """How many averages in a row have nothing of a chain that is left out."""
 
-BACK = 0.8
+WAY_BACK = 0.8
 """How far on the way back to the best average of chains the next split is looked for."""
 
 FIRST_PRICE = 1 / 64
@@ -322,7 +333,7 @@ class Game:
         """
         # All work and nothing held: where there is no split, none fits.
         counts = np.ones((self._chains.num_stages, NUM_PARTS))
-        counts[:, [HELD, KEPT]] = 0.0
+        counts[:, [HELD, KEPT, THERE, BACK]] = 0.0
         paths = self._splits.priced(counts)
         if paths.least_s == float("inf"):
             self.bound_s, self.is_over = float("inf"), True
@@ -334,7 +345,10 @@ class Game:
         # No position takes longer than is enough for what it does itself.
         if enough_s < float("inf"):
             self._most_s = enough_s
-            self._splits.leave_out_alone(np.max(own, axis=0), enough_s * (1 + OVER))
+            # Of messages a stage's own chain may have fewer than another one.
+            counts = np.max(own, axis=0)
+            counts[:, [THERE, BACK]] = 0.0
+            self._splits.leave_out_alone(counts, enough_s * (1 + OVER))
         if self._splits.has(paths.best):
             self._averages.add_split(paths.best, first)
         for chain in own:
@@ -411,7 +425,7 @@ class Game:
         self._left -= 1
         leaves_out = self._left == 0 and enough_s < float("inf")
         # Averages that differ leave out more than those near the best.
-        average = against if leaves_out else against.towards(self._best, BACK)
+        average = against if leaves_out else against.towards(self._best, WAY_BACK)
         paths = self._splits.priced(average.counts)
         if leaves_out:
             self._leave_out(average, paths, enough_s)

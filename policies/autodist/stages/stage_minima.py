@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,16 @@ from shardwright.policies.autodist.stages.bands import Band
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.stage_costs import StageCosts, ranges
 
-NUM_PARTS = 6
-FORWARD, INPUT, WEIGHT, ONCE, HELD, KEPT = range(NUM_PARTS)
+NUM_PARTS = 8
+FORWARD, INPUT, WEIGHT, ONCE, HELD, KEPT, THERE, BACK = range(NUM_PARTS)
 """What a stage has: seconds of forwards, of the two parts of backwards, and of what comes once per
-step; shares of the memory of a position that it holds, and that it keeps of a microbatch.
+step; shares of the memory of a position that it holds, and that it keeps of a microbatch; seconds
+of the message that it waits for, and of the one with the gradient of what it got.
+"""
+
+Crossings = Sequence[tuple[Array, Array]]
+"""The seconds of messages, by stage: ``[start, stop]``, of what the stage gets from the one before
+it, and of what it sends back.
 """
 
 MAX_HULLS = 4_000_000
@@ -37,6 +44,7 @@ class _Banded:
     held: Array
     kept: Array
     first: Mapping[int, tuple[Array, Array, Array]]
+    crossings: Crossings
 
 
 class Least:
@@ -49,6 +57,7 @@ class Least:
         inputs_s: by block, of its backward the gradients of what its stage gets, at least.
         counts: by stage, the microbatches in flight.
         memory_bytes: what a position may take.
+        crossings: the least that messages take; without it they count nothing.
     """
 
     def __init__(
@@ -58,7 +67,9 @@ class Least:
         inputs_s: Sequence[float],
         counts: Sequence[int],
         memory_bytes: float,
+        crossings: Crossings = (),
     ) -> None:
+        self._crossings = crossings
         # Stretches that cannot be a stage are infinite.
         some = np.isfinite(tables.work_s)
         self.num_blocks, self.num_devices = len(tables.blocks), tables.num_devices
@@ -92,7 +103,7 @@ class Least:
         fit.
         """
         of = self._within(band)
-        forwards, inputs, weights, once, held, kept = counts.tolist()
+        forwards, inputs, weights, once, held, kept, there, back = counts.tolist()
         whole = (
             min(inputs, weights) * of.backward_s + self._more(stage, inputs, weights) * of.input_s
         )
@@ -107,6 +118,9 @@ class Least:
         # One with something computed again is not split.
         backward = np.where(first_s > 0, again, np.minimum(whole, again))
         rest = forwards * of.forward_s + once * of.once_s + held * of.held + kept * of.kept
+        if of.crossings and (there or back):
+            there_s, back_s = of.crossings[stage]
+            rest = rest + there * there_s + back * back_s
         return np.where(fits, rest + backward, np.inf)
 
     def _within(self, band: Band) -> _Banded:
@@ -124,12 +138,18 @@ class Least:
                 band.of(self.held, 0.0),
                 band.of(self.kept, 0.0),
                 first,
+                self._crossings_within(band),
             )
         return self._banded
 
+    def _crossings_within(self, band: Band) -> Crossings:
+        # Few tables for many stages: messages depend on how positions lie to one another alone.
+        within = {id(table): band.of(table, 0.0) for table in itertools.chain(*self._crossings)}
+        return [(within[id(there)], within[id(back)]) for there, back in self._crossings]
+
     def amounts(self, stage: int, span: tuple[int, int], counts: Array) -> list[float]:
         """What a stage has of every part behind its price."""
-        _, inputs, weights, _, _, kept = counts.tolist()
+        inputs, weights, kept = (float(counts[part]) for part in (INPUT, WEIGHT, KEPT))
         backward_s, first_s, first_saved = (
             float(of[span]) for of in (self.backward_s, *self.first[stage])
         )
@@ -145,7 +165,12 @@ class Least:
         else:
             input_s = backward_s + time_s
         once = float(self.once_s[span]), float(self.held[span]), float(self.kept[span]) - saved
-        return [float(self.forward_s[span]), input_s, backward_s + time_s - input_s, *once]
+        messages = (0.0, 0.0)
+        if self._crossings:
+            there_s, back_s = self._crossings[stage]
+            messages = float(there_s[span]), float(back_s[span])
+        weight_s = backward_s + time_s - input_s
+        return [float(self.forward_s[span]), input_s, weight_s, *once, *messages]
 
     def _best(self, inputs: float, kept: float) -> tuple[Array, Array]:
         """The seconds of the way to compute each block again that is best at these prices, or of

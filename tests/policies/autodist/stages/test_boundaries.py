@@ -152,6 +152,23 @@ def test_positions_take_what_the_audit_says_wherever_their_ranks_are(pp_place: i
         cut,
         hardware,
     )
+    # What bounds of schedules count of a message is never more than all of it.
+    (_, (there_s, back_s)), equal = messages.crossings(0, 2), 0
+    for cut in range(1, len(starts)):
+        plan = staged(
+            placed.plan,
+            [graph("unet").ops[starts[cut]].name],
+            2,
+            NamedSchedule("1f1b", 1),
+            4,
+            pp_place,
+        )
+        transfers = transfer_seconds(lower_stages(graph("unet"), plan), hardware)
+        for counted_s, pair in ((there_s, (0, 1)), (back_s, (1, 0))):
+            counted, whole = float(counted_s[cut, len(starts)]), transfers.get(pair, 0.0)
+            assert counted <= whole * (1 + 1e-9)
+            equal += counted > 0.9 * whole > 0
+    assert equal, "some boundary is crossed by what its last block has made, and little else"
 
 
 def check(

@@ -19,7 +19,7 @@ from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.scheduled import Game, Known
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
-from shardwright.policies.autodist.stages.stage_minima import Least
+from shardwright.policies.autodist.stages.stage_minima import Crossings, Least
 
 SHAPES = [
     ("1f1b", 2, 1),
@@ -107,10 +107,16 @@ def least_of_cut(
     cuts: list[tuple[int, int]],
     chains: list[tuple[list[Block], list[float]]],
     memory: float,
+    crossings: Crossings = (),
 ) -> float:
     """``chains``: by stage, the blocks of its placement, and of their backwards the part for what a
-    stage gets.
+    stage gets. ``crossings``: messages between stages.
     """
+    transfers: dict[tuple[int, int], float] = {}
+    for stage, (there_s, back_s) in enumerate(crossings):
+        if stage:
+            transfers[stage - 1, stage] = float(there_s[cuts[stage]])
+            transfers[stage, stage - 1] = float(back_s[cuts[stage]])
     stages = [
         (blocks[start:stop], inputs_s[start:stop])
         for (start, stop), (blocks, inputs_s) in zip(cuts, chains, strict=True)
@@ -126,7 +132,7 @@ def least_of_cut(
         if max(used for used in moments_of(order, held, [kept for _, kept in found])) <= memory * (
             1 + 1e-9
         ):
-            line = simulate(order, [times for times, _ in found])
+            line = simulate(order, [times for times, _ in found], transfers)
             best = min(
                 best,
                 max(spans[-1].end_s + more for spans, more in zip(line.spans, once, strict=True)),
@@ -135,11 +141,15 @@ def least_of_cut(
 
 
 def least_of_all(
-    order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float
+    order: Schedule,
+    blocks: list[Block],
+    inputs_s: list[float],
+    memory: float,
+    crossings: Crossings = (),
 ) -> float:
     chains = [(blocks, inputs_s)] * order.num_stages
     return min(
-        least_of_cut(order, cuts, chains, memory)
+        least_of_cut(order, cuts, chains, memory, crossings)
         for cuts in all_cuts(len(blocks), order.num_stages)
     )
 
@@ -155,12 +165,34 @@ def least_whole(order: Schedule, blocks: list[Block]) -> float:
 
 
 def least(
-    order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float, num_devices: int = 1
+    order: Schedule,
+    blocks: list[Block],
+    inputs_s: list[float],
+    memory: float,
+    num_devices: int = 1,
+    crossings: Crossings = (),
 ) -> Least:
     tables = StageCosts(PlacedBlocks(num_devices, blocks), order.num_microbatches, False)
     return Least(
-        tables, np.zeros((len(blocks) + 1, len(blocks) + 1, 2)), inputs_s, alone(order), memory
+        tables,
+        np.zeros((len(blocks) + 1, len(blocks) + 1, 2)),
+        inputs_s,
+        alone(order),
+        memory,
+        crossings,
     )
+
+
+def random_crossings(rng: random.Random, order: Schedule, num_blocks: int) -> Crossings:
+    """Messages of other lengths at every boundary; none between stages of one rank."""
+    nothing = np.zeros((num_blocks + 1, num_blocks + 1))
+    found = [(nothing, nothing)]
+    for before, own in itertools.pairwise(order.placement):
+        there, back = (
+            np.array([[rng.uniform(0.5, 9.0) for _ in nothing] for _ in nothing]) for _ in range(2)
+        )
+        found.append((nothing, nothing) if before == own else (there, back))
+    return found
 
 
 def played(game: Game, enough_s: float) -> float:
@@ -179,8 +211,9 @@ def bound_of(
     memory: float,
     enough_s: float = float("inf"),
     known: Known | None = None,
+    crossings: Crossings = (),
 ) -> float:
-    placed = least(order, blocks, inputs_s, memory)
+    placed = least(order, blocks, inputs_s, memory, crossings=crossings)
     return played(Game(Chains(order), [placed], order.num_stages, known), enough_s)
 
 
@@ -218,6 +251,17 @@ def test_no_split_on_a_schedule_is_below_its_bound(
             bound_of(order, others, inputs_s, 2 * memory, known=known)
             assert bound_of(order, blocks, inputs_s, memory, known=known) <= best * (1 + 1e-9)
             bounded += 1
+            if seed % 3:
+                continue
+            # With messages between stages, of which each counts.
+            crossings = random_crossings(rng, order, len(blocks))
+            best = least_of_all(order, blocks, inputs_s, memory, crossings)
+            for enough_s in (float("inf"), 1.01 * best):
+                with_messages = bound_of(
+                    order, blocks, inputs_s, memory, enough_s, crossings=crossings
+                )
+                assert with_messages <= best * (1 + 1e-9)
+                assert enough_s < float("inf") or bound < with_messages
     assert bounded
 
 

@@ -100,13 +100,6 @@ AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
 _ATOM = re.compile(rf"(\d+(?:\+\d+)*| *\d+ of \d+ *(?=/)|[^\W\d]\w*)((?:/{AXIS})*)")
 
 
-def axes_in(text: str) -> tuple[str, ...]:
-    """The axes that cut some dim of a layout, in the order of its dims: ``("dp", "tp")`` of
-    ``"[batch/dp, 4/tp, seq]"``.
-    """
-    return tuple(re.findall(rf"/({AXIS})", text))
-
-
 def parse_axes(text: str | None) -> tuple[str, ...] | None:
     """The names in ``"dp, tp"``; ``None`` if they are not names."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()

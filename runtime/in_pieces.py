@@ -8,7 +8,7 @@ Example: hidden states ``[B, S, H]`` in four pieces along ``S``. The logits of a
         return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels, reduction="sum")
 
     total = in_pieces(
-        loss_piece, "loss", 4, (piece_of(hidden, 1), weight, piece_of(labels, 0)), (TOTAL,), rng=rng
+        loss_piece, "loss", 4, (piece_of(hidden, 1), weight, piece_of(labels, 0)), (TOTAL,)
     )
 
 The loop is an axis of time, without ranks. Along it tensors are placed as along any other: an
@@ -25,13 +25,14 @@ the product has an eighth of both::
         step_of_product, "steps", 8,
         (piece_of(x, 1, gather=Gather(c, 1, "reduce_scatter")),
          piece_of(weight, 0, gather=Gather(r, 0, "reduce_scatter"))),
-        (TOTAL,), rng=rng,
+        (TOTAL,),
     )  # fmt: skip
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,17 +147,19 @@ def in_pieces(
     operands: Sequence[Operand],
     results: Sequence[Result],
     *,
-    rng: RngState,
+    rng: RngState | None = None,
 ) -> Any:
     """The results of ``function``, run for ``count`` pieces in order; one alone is no tuple.
 
-    Nothing but ``operands`` is kept for the backward. It runs each piece a second time, with the
-    random numbers of the first, and adds up the gradients of operands that all pieces share, in
-    order and in a wide enough dtype. What ranks gather of a piece is gathered again.
+    Nothing but ``operands`` is kept for the backward. It runs each piece a second time, and adds up
+    the gradients of operands that all pieces share, in order and in a wide enough dtype. What ranks
+    gather of a piece is gathered again. With ``rng`` pieces draw random numbers, different ones,
+    and the second time those of the first.
     """
     tensors = [x if isinstance(x, Tensor) else x.whole for x in operands]
     loop = _Loop(function, name, count, tuple(map(_door_of, operands)), tuple(results), rng)
-    found = _InPieces.apply(loop, rng.moment, *tensors)  # type: ignore[no-untyped-call]
+    moment = None if rng is None else rng.moment
+    found = _InPieces.apply(loop, moment, *tensors)  # type: ignore[no-untyped-call]
     return found[0] if len(results) == 1 else found
 
 
@@ -191,7 +194,7 @@ class _Loop:
     count: int
     doors: tuple[_Door, ...]
     results: tuple[Result, ...]
-    rng: RngState
+    rng: RngState | None
 
     def arrivals(self, tensors: Sequence[Tensor], phase: Phase) -> Iterator[_Arriving]:
         """The gathers of each piece in order. Before those of one are given, those of the next are
@@ -227,11 +230,24 @@ class _Loop:
             return take_piece(x, door.dim, door.cut, self.count, index).contiguous()
         return torch.zeros_like(x) if door.is_once and index else x
 
-    def run(self, parts: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
-        """The parts of the results."""
-        with self.rng.in_piece(self.name, self.count, index):
+    def run(
+        self, parts: Sequence[Tensor], index: int, moment: Moment | None = None
+    ) -> tuple[Tensor, ...]:
+        """The parts of the results, with the random numbers of ``moment``; default: now."""
+        with self._drawing(index, moment):
             found = self.function(Piece(self.name, self.count, index), *parts)
         return found if isinstance(found, tuple) else (found,)
+
+    @contextmanager
+    def _drawing(self, index: int, moment: Moment | None) -> Iterator[None]:
+        if self.rng is None:
+            yield
+            return
+        with (
+            self.rng.in_piece(self.name, self.count, index),
+            self.rng.at(moment or self.rng.moment),
+        ):
+            yield
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The results."""
@@ -277,7 +293,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loop: _Loop, moment: Moment, *tensors: Tensor
+        ctx: Any, loop: _Loop, moment: Moment | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.loop, ctx.moment = loop, moment
         ctx.save_for_backward(*tensors)
@@ -299,8 +315,8 @@ class _InPieces(torch.autograd.Function):
                     loop.parts(tensors, index, arriving), wanted, loop.doors, strict=True
                 )
             ]
-            with torch.enable_grad(), loop.rng.at(ctx.moment):
-                made = loop.run(parts, index)
+            with torch.enable_grad():
+                made = loop.run(parts, index, ctx.moment)
             pairs = [
                 (x, loop.gradient(result, grad, index))
                 for x, result, grad in zip(made, loop.results, grads, strict=True)

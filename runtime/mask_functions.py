@@ -10,12 +10,13 @@ function may close over other tensors in each call, but must have the same code.
 
 from __future__ import annotations
 
-import hashlib
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from shardwright.runtime.told import code_digest
 
 _PLAIN = (torch.Tensor, torch.SymInt, torch.dtype, torch.device, bool, int, float, str, type(None))
 
@@ -78,7 +79,7 @@ def _taken_apart(value: Any) -> Any:
     if not isinstance(value, types.FunctionType):
         return value
     code = value.__code__
-    name = f"{value.__module__}.{value.__qualname__} {_digest(code)}"
+    name = f"{value.__module__}.{value.__qualname__} {code_digest(code)}"
     _MADE_LIKE.setdefault(name, (code, value.__globals__))
     cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
     return MaskFunction(name, {name: _taken_apart(cell.cell_contents) for name, cell in cells})
@@ -88,13 +89,6 @@ def _put_together(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_put_together, value))
     return value.made() if isinstance(value, MaskFunction) else value
-
-
-def _digest(code: types.CodeType) -> str:
-    """A digest of what code computes; lines and files do not count."""
-    inner = [_digest(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
-    said = (code.co_code.hex(), code.co_names, code.co_freevars, code.co_varnames, inner)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 
 BLOCK_MASK = "torch.nn.attention.flex_attention:BlockMask"

@@ -33,15 +33,17 @@ def num_recomputed() -> int:
 
 # A graph cannot hold the random state of the second run, so a region lies between two graphs.
 @_disable_dynamo
-def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
+def recompute(function: Callable[..., Any], *args: Any, rng: RngState | None = None) -> Any:
     """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes
     the rest a second time.
 
-    The second time draws the random numbers of the first: those of its step and microbatch, however
-    many forwards have begun in between.
+    With ``rng`` the second time draws the random numbers of the first: those of its step and
+    microbatch, however many forwards have begun in between. Without, nothing is drawn.
     """
-    moment = rng.moment
     _calls.count += 1
+    if rng is None:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    moment = rng.moment
     return checkpoint(
         function,
         *args,

@@ -23,7 +23,7 @@ from shardwright.compiler.ir.identifier import identifier
 from shardwright.compiler.ir.quote import docstring
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
-from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.program import Program, draws
 from shardwright.compiler.plan.repeated_blocks import (
     Run,
     container_path,
@@ -165,11 +165,12 @@ class BodyWriter(StatementWriter):
             *([number] if run.container and method.takes_layer else []),
         ]
         arguments += [*inputs, *run.symbols]
-        # Where the block is recomputed, its random numbers must be the same the second time.
         if not run.recompute:
             return f"self.{method.name}({', '.join(arguments)})"
         self._need("recompute")
-        return f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
+        # Where the block is recomputed, its random numbers must be the same the second time.
+        moment = ["rng=self.rng"] if draws(run.instructions) else []
+        return f"recompute({', '.join([f'self.{method.name}', *arguments, *moment])})"
 
     def _write_method(self, instances: list[Run], program: Program) -> _Method:
         """The method for runs that are alike, written from the first of them."""

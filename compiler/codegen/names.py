@@ -36,6 +36,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "declarations",
     "declare",
     "device",
+    "draw",
     "end2end",
     "enter",
     "expect_comparison",

@@ -33,7 +33,7 @@ from shardwright.compiler.codegen.text import (
 )
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import axis_variable, identifier, is_name
-from shardwright.compiler.ir.op import AxisRef, IROp, leaves
+from shardwright.compiler.ir.op import AxisRef, IROp, RankDevice, leaves
 from shardwright.compiler.ir.quote import comment, quoted
 from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
 from shardwright.compiler.ir.time_steps import TIME_STEPS, TimeSteps
@@ -49,7 +49,15 @@ from shardwright.compiler.ops.render import (
     step_source,
 )
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
-from shardwright.compiler.plan.program import Adapt, Compute, Loop, Program, gathers_at, steps
+from shardwright.compiler.plan.program import (
+    Adapt,
+    Compute,
+    Loop,
+    Program,
+    draws,
+    gathers_at,
+    steps,
+)
 from shardwright.compiler.plan.repeated_blocks import (
     Item,
     Run,
@@ -58,10 +66,12 @@ from shardwright.compiler.plan.repeated_blocks import (
 )
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.structure import values_digest
+from shardwright.runtime.told import Told, told
 
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",
     "Cut": "from shardwright.runtime.layout import Cut",
+    "Told": "from shardwright.runtime.told import Told",
     "ParallelModule": "from shardwright.runtime.module.parallel_module import ParallelModule",
     "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
     "flatten": "from shardwright.runtime.structure import flatten",
@@ -207,6 +217,9 @@ class StatementWriter:
                 words = [quoted(_shape_text(leaf, given.get(leaf.name))), str(leaf.dtype)]
                 words += [_values_text(known[leaf.name])] if leaf.name in known else []
                 text = f"({', '.join(words)})"
+            elif isinstance(leaf, Told):
+                self._need("Told")
+                text = f"Told({quoted(leaf.text)})"
             else:
                 text = source(leaf)
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
@@ -348,10 +361,16 @@ class StatementWriter:
         for give in loop.gives:
             scope.define(give.result)
         targets = ", ".join(scope.name(give.result) for give in loop.gives)
-        call = (
-            f"in_pieces({function}, {quoted(loop.axis)}, {loop.count}, {tuple_text(words)}, "
-            f"{tuple_text(results)}, rng=self.rng)"
-        )
+        given = [
+            function,
+            quoted(loop.axis),
+            str(loop.count),
+            tuple_text(words),
+            tuple_text(results),
+        ]
+        if draws(loop.body):
+            given.append("rng=self.rng")
+        call = f"in_pieces({', '.join(given)})"
         return [*lines, Line(f"{targets} = {call}", module=lines[-2].module)]
 
     def _door_text(
@@ -619,7 +638,14 @@ def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
     what two calls can be compared by. Devices are each rank's own.
     """
     found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
-    return [(path, leaf) for path, leaf in found if leaf is None or isinstance(leaf, _COMPARED)]
+    return [(path, _compared(leaf)) for path, leaf in found if not isinstance(leaf, RankDevice)]
+
+
+def _compared(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, _COMPARED):
+        return leaf
+    # The trace takes a shape apart, whose sizes may vary in a result.
+    return Told(told(torch.Size(leaf) if type(leaf) is tuple else leaf))
 
 
 _SHOWN_VALUES = 16

@@ -57,8 +57,21 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRng:
-    """The module's random state as an argument (``self.rng``)."""
+class RankDraw:
+    """A draw of random numbers as an argument (``self.draw("up_dropout", "tp")``): its name, and
+    the axes along which ranks draw different ones. ``layout``: the text of that of the whole
+    tensor, where every plan draws the same; ``sizes``: those in it that have names.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    layout: str | None = None
+    sizes: tuple[tuple[str, Arg], ...] = ()
+
+    @property
+    def of_piece(self) -> RankDraw:
+        """The draw for the piece at hand, as every plan draws it that may draw what it pleases."""
+        return RankDraw(self.name, self.axes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,11 @@ class IROp:
     def has_arg(self, name: str) -> bool:
         """Whether an argument is bound to ``name``."""
         return any(key == name for key, _ in self.args)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call draws random numbers, as lowering has written it."""
+        return any(type(value) is RankDraw for _, value in self.args)
 
     @cached_property
     def operands(self) -> tuple[IRValue, ...]:
@@ -210,7 +228,7 @@ def once(function: Callable[[IROp], Result]) -> Callable[[IROp], Result]:
     return asked
 
 
-_NESTED = (tuple, list, slice, WhenTraining)
+_NESTED = (tuple, list, slice, WhenTraining, RankDraw)
 """What arguments are made of that is no leaf."""
 
 
@@ -223,6 +241,8 @@ def leaves(arg: Arg) -> Iterator[Arg]:
             yield from leaves(item)
     elif isinstance(arg, slice):
         yield from leaves((arg.start, arg.stop, arg.step))
+    elif isinstance(arg, RankDraw):
+        yield from leaves((arg.name, arg.sizes))
     else:
         yield from leaves((arg.train, arg.eval))
 
@@ -235,4 +255,7 @@ def map_leaves(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
         return tuple([map_leaves(item, function) for item in arg])
     if isinstance(arg, slice):
         return slice(*(map_leaves(item, function) for item in (arg.start, arg.stop, arg.step)))
+    if isinstance(arg, RankDraw):
+        sizes = tuple((name, function(size)) for name, size in arg.sizes)
+        return RankDraw(function(arg.name), arg.axes, arg.layout, sizes)
     return WhenTraining(map_leaves(arg.train, function), map_leaves(arg.eval, function))

@@ -472,7 +472,8 @@ class OperatorCall:
     def _module(self, mesh: Mesh, coords: Mapping[str, int]) -> SimpleNamespace:
         """What ``self`` is in the source of a call."""
         rng = RngState(self.seed, "plan_independent", mesh, coords)
-        return SimpleNamespace(training=self.training, device=torch.device(self.device), rng=rng)
+        device = torch.device(self.device)
+        return SimpleNamespace(training=self.training, device=device, draw=rng.draw)
 
 
 @dataclass(frozen=True, slots=True)

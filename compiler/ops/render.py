@@ -26,7 +26,7 @@ from shardwright.compiler.ir.op import (
     IROp,
     LeftOut,
     RankDevice,
-    RankRng,
+    RankDraw,
     WhenTraining,
     leaves,
 )
@@ -126,8 +126,8 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return "self.device"
         case LeftOut():
             return f"self.left_out({quoted(arg.path)})"
-        case RankRng():
-            return "self.rng"
+        case RankDraw():
+            return _draw_source(arg, size_text)
         case AxisRef():
             return axis_variable(arg.name)
         # A value that follows the mode of the module.
@@ -146,6 +146,19 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
         case slice():
             return f"slice({text(arg.start)}, {text(arg.stop)}, {text(arg.step)})"
     return literal_source(arg)
+
+
+def _draw_source(draw: RankDraw, size_text: SizeText) -> str:
+    """``self.draw("up_dropout", "tp")``, or with the layout of the whole."""
+    words = [literal_source(draw.name)]
+    if draw.layout is None:
+        words += map(quoted, draw.axes)
+    else:
+        words.append(f"layout={quoted(draw.layout)}")
+    if draw.sizes:
+        pairs = (f"{quoted(name)}: {size_text(size)}" for name, size in draw.sizes)
+        words.append(f"sizes={{{', '.join(pairs)}}}")
+    return f"self.draw({', '.join(words)})"
 
 
 def literal_source(arg: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from shardwright.compiler.ir.op import Arg, IROp, RankRng, WhenTraining
+from shardwright.compiler.ir.op import Arg, IROp, RankDraw, WhenTraining
 from shardwright.compiler.ir.size import Size, is_static, product
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
@@ -100,7 +100,7 @@ def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm
     )
 
 
-DRAWN = "*, rng=None, draw=None, layout=None, sizes=(), axes=()"
+DRAW = "draw=None"
 """What the runtime's random functions take beside the arguments of the operator."""
 
 
@@ -109,7 +109,7 @@ def drawn(rule: OpRule, target: str, term_of: Callable[[OpRule], TensorRefs]) ->
 
     def local_args(op: IROp, local: LocalSizes) -> dict[str, Arg]:
         assert op.rule is not None, f"{op.name} has no rule"
-        return {"rng": RankRng(), "draw": op.name, **drawn_layout(op.rule, term_of(op.rule), local)}
+        return {"draw": _draw_of(op.name, op.rule, term_of(op.rule), local)}
 
     factors = [factor.name for factor in rule.factors if factor.kind is not FactorKind.FROZEN]
     form = ParallelForm(
@@ -118,10 +118,8 @@ def drawn(rule: OpRule, target: str, term_of: Callable[[OpRule], TensorRefs]) ->
     return replace(rule, random=True, parallel=form)
 
 
-def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str, Arg]:
-    """The arguments of a call that draws random numbers: ``layout=``, and ``sizes=`` with the
-    values of sizes in it that are not numbers.
-    """
+def _draw_of(name: str, rule: OpRule, term: TensorRefs, local: LocalSizes) -> RankDraw:
+    """The draw of a tensor, with its layout and the values of sizes in it that are not numbers."""
 
     def dim(refs: DimRefs) -> tuple[Atom, ...]:
         atoms = tuple(
@@ -134,8 +132,8 @@ def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str,
     atoms = (atom for atoms_of_dim in layout.dims for atom in atoms_of_dim)
     expressions = (size for atom in atoms for size in atom.segments if not is_static(size))
     symbols = {symbol for size in expressions for symbol in size.free_symbols}
-    sizes = {"sizes": tuple((str(s), s) for s in sorted(symbols, key=str))} if symbols else {}
-    return {"layout": str(layout), **sizes}
+    sizes = tuple((str(symbol), symbol) for symbol in sorted(symbols, key=str))
+    return RankDraw(name, layout.cut_axes, str(layout), sizes)
 
 
 def local_size(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:

@@ -16,12 +16,14 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp, leaves
 from shardwright.compiler.ops.rule import Densities, FactorKind, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
-from shardwright.compiler.passes.draws import ELEMENTWISE
 from shardwright.compiler.plan.imbalance import Imbalance, of_layer
 from shardwright.runtime.errors import PlanError, TraceError, did_you_mean
 from shardwright.runtime.layout import Density
 
 _VIEWS = ("view", "reshape")
+
+_ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
+"""Operators that draw a number for every element of their result."""
 
 
 KnownRules = dict[tuple[int, Densities, bool], OpRule]
@@ -155,7 +157,7 @@ def _on_rows(
     joined = set(rule.parallel.factors) if rule.parallel and not rule.random else set()
     one_by_one = (
         rule.known
-        and (not rule.random or op.target in ELEMENTWISE)
+        and (not rule.random or op.target in _ELEMENTWISE)
         and not names & joined
         and all(rule.factor(name).kind is FactorKind.FREE for name in names)
         and all(_has_rows(refs, names) for refs in rule.results)

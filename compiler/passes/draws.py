@@ -1,34 +1,22 @@
-"""Draw masks by the tensor that they are for, where ranks may draw what they please.
+"""Draw random numbers for the piece at hand, where ranks may draw what they please.
 
 ``rng="plan_independent"`` cuts the numbers of the whole tensor, so it needs the layout of what is
 drawn. ``rng="fast"`` draws a piece: its shape is that of the piece at hand, and ranks differ along
-the axes that cut it. So ``layout="[4, 8, 64/tp]"`` becomes ``axes=("tp",)``, and nothing where no
-axis cuts it. The numbers stay the same.
+the axes that cut it. So ``self.draw("noise", layout="[4, 8, 64/tp]")`` becomes ``self.draw("noise",
+"tp")``, and ``self.draw("noise")`` where no axis cuts it. The numbers stay the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.ir.op import IROp, RankDraw
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step, steps
-from shardwright.runtime.atoms import axes_in
 from shardwright.runtime.errors import PlanError
 
-ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
-"""Operators that draw a number for every element of their result."""
-
-_OF_PIECES = ELEMENTWISE | {
-    "scaled_dot_product_attention",
-    *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
-    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
-    *("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli"),
-    *("rand_like", "randn_like", "randint_like"),
-    *("normal_like", "uniform_like", "exponential_like", "gumbel_softmax", "rrelu"),
-}
-"""Operators that know the shape of what they draw: attention draws for its weights, dropout of
-channels a number for each channel.
-"""
+_BY_PLACE = frozenset(("attention_where",))
+"""Operators that draw by where in the whole tensor they are, in squares."""
 
 
 def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:
@@ -83,13 +71,14 @@ def _drawn(instruction: Instruction) -> Instruction:
 
 
 def _drawn_step(instruction: Step) -> Step:
-    if not isinstance(instruction, Compute) or instruction.original.target not in _OF_PIECES:
+    if not isinstance(instruction, Compute) or not instruction.op.draws:
         return instruction
-    op = instruction.op
-    if not op.has_arg("layout"):
+    if instruction.original.target in _BY_PLACE:
         return instruction
-    # The axes of the mask, not of the result: attention's weights have no dim of values.
-    axes = axes_in(str(op.arg("layout")))
-    kept = tuple((name, arg) for name, arg in op.args if name not in ("layout", "sizes"))
-    op = replace(op, args=kept)
-    return replace(instruction, op=op.with_args(axes=axes) if axes else op)
+    return replace(instruction, op=with_piece_drawn(instruction.op))
+
+
+def with_piece_drawn(op: IROp) -> IROp:
+    """The call that draws for the piece at hand."""
+    args = ((name, arg.of_piece if type(arg) is RankDraw else arg) for name, arg in op.args)
+    return op.changed(args=tuple(args))

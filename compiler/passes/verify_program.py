@@ -24,12 +24,12 @@ from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
+from shardwright.compiler.passes.draws import with_piece_drawn
 from shardwright.compiler.passes.verify_overlap import check_overlap
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.outputs import wished_layout
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program
 from shardwright.compiler.plan.repeated_blocks import reads
-from shardwright.runtime.atoms import axes_in
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.mesh import ZERO
@@ -413,18 +413,16 @@ class _Walk:
 
 def _forms(expected: IROp) -> Iterator[IROp]:
     """The ways to write a local call that later passes may choose: a ``reshape`` for a ``view``, a
-    product that leaves the gradient of its weight to a sum, and a mask that is drawn by the axes
-    that cut it, where its layout would tell the same.
+    product that leaves the gradient of its weight to a sum, and numbers that are drawn for the
+    piece at hand, by the axes that cut it.
     """
     yield expected
     if expected.target == "view":
         yield expected.retarget("reshape")
     if expected.target in ("linear", "addmm"):
         yield expected.retarget(f"shardwright.runtime.ops.{expected.target}_beside")
-    if expected.has_arg("layout"):
-        kept = tuple((key, arg) for key, arg in expected.args if key not in ("layout", "sizes"))
-        drawn, axes = replace(expected, args=kept), axes_in(str(expected.arg("layout")))
-        yield drawn.with_args(axes=axes) if axes else drawn
+    if expected.draws:
+        yield with_piece_drawn(expected)
 
 
 def _differences(op: IROp, expected: IROp) -> list[tuple[str, str]]:

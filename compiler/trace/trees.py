@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.op import RankDevice
 from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import argument_source
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime import structure
 from shardwright.runtime.errors import InternalError, TraceError
 from shardwright.runtime.mask_functions import BLOCK_MASK, unreadable
+from shardwright.runtime.told import UntoldError, told
 
 MOST_LEVELS = 100
 """The most containers around a tensor. Python reads no source with more than 200 brackets inside
@@ -48,6 +51,8 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
                 hint="use a tensor (torch.from_numpy of an array), or numbers and strings of "
                 "Python",
             )
+        if what != "the result":
+            _check_compared(literal, what)
         return Tree("leaf", literal)
     # Only objects above this one count: the same one twice side by side is no circle.
     if id(obj) in seen:
@@ -74,6 +79,23 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
             hint="define the class at the top level of a module",
         )
     return Tree("object", children=children, type_path=structure.type_path(obj))
+
+
+def _check_compared(leaf: Any, what: str) -> None:
+    """Raise :class:`TraceError` for a leaf that cannot be compared with that of another call."""
+    if isinstance(leaf, IRValue | RankDevice | sympy.Basic):
+        return
+    try:
+        told(leaf)
+    except UntoldError as error:
+        name = getattr(leaf, "__name__", None)
+        thing = f"the {type(leaf).__name__} {name}" if name else f"a {type(leaf).__name__}"
+        raise TraceError(
+            f"{what} of forward contains {thing}",
+            why=f"it is or holds {error}, by which two calls cannot be compared: the program would "
+            "be that of the first one",
+            hint="pass its tensors as arguments of their own, or make it a part of the model",
+        ) from None
 
 
 def _check_block_mask(mask: Any, what: str) -> None:

@@ -25,6 +25,7 @@ from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
 from shardwright.runtime.module.inputs import compiled_in
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.structure import flatten
+from shardwright.runtime.told import told
 
 
 def make_files(job: Job, order: Order, strategy: BroadcastGenFilesStrategy) -> str:
@@ -59,7 +60,7 @@ def order_like(order: Order, given: Mapping[str, Any], read: Collection[str]) ->
     def fact(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return list(leaf.shape), str(leaf.dtype), _values(path, leaf, known)
-        return repr(leaf)
+        return told(leaf)
 
     # What tells kinds of calls apart: shapes, dtypes, and values that are compiled in.
     facts = [(path, fact(path, leaf)) for path, leaf in sorted(leaves.items())]

@@ -8,6 +8,7 @@ A generated class lists the leaves of its arguments by path, as
         "keys": ("[batch, 8/tp, past, 64]", torch.float32), # this rank's piece, see ComputeConfig
         "grids": ("[1, 3]", torch.int64, [[1, 4, 4]]),  # constant values, or the digest of them
         "use_cache": True,                              # the trace took this value for granted
+        "activation": Told("function torch.nn.functional.gelu"),  # what has no literal: as a text
     }
 
 Equal names mean equal sizes, in all arguments of one call.
@@ -34,6 +35,7 @@ from shardwright.runtime.structure import (
     plain_number,
     values_digest,
 )
+from shardwright.runtime.told import Told, UntoldError, told
 
 
 class _Absent:
@@ -175,15 +177,16 @@ class InputTable:
             elif isinstance(expected, TensorSpec):
                 tensors[path] = self._check_tensor(path, expected, value, sizes)
             elif not _same_literal(expected, value):
+                was = expected.text if isinstance(expected, Told) else repr(expected)
                 raise InputError(
-                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled "
-                    f"as {expected!r}",
+                    f"{self.owner}: argument {path!r} is {_given(expected, value)}, but was "
+                    f"compiled as {was}",
                     why="a value that is not a tensor is fixed when the module is compiled",
-                    hint=f"pass {expected!r}, or compile again with the value you need",
+                    hint=f"pass {was}, or compile again with the value you need",
                 )
-        # A tensor too many would not be read, and that is a mistake.
+        # What is too much would not be read, and that is a mistake. Devices are each rank's own.
         for path, value in leaves.items():
-            if isinstance(value, Tensor):
+            if value is not None and not isinstance(value, torch.device):
                 raise InputError(
                     f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled "
                     "without it",
@@ -308,7 +311,17 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) in (2, 3) and isinstance(leaf[1], torch.dtype)
 
 
+def _given(expected: Any, value: Any) -> str:
+    """A value in words, such as show how it differs from what was compiled."""
+    try:
+        return told(value) if isinstance(expected, Told) else _brief(value)
+    except UntoldError as error:
+        return str(error)
+
+
 def _same_literal(expected: Any, value: Any) -> bool:
+    if isinstance(expected, Told):
+        return expected.fits(value)
     value = plain_number(value)
     # ``True == 1``, but a program traced with one is not the program traced with the other.
     if value is expected or type(value) is not type(expected) or isinstance(value, Tensor):

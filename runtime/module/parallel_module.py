@@ -70,7 +70,7 @@ from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.programs import Programs
 from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.wrappers import watch_wrappers
-from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ops.random import NO_SIZES, Draw, NamedSizes, RngMode, RngState
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.mpu import MPU
@@ -401,6 +401,12 @@ class ParallelModule(DeclaredModule):
         made whole.
         """
         return self.training and torch.is_grad_enabled()
+
+    def draw(
+        self, name: str, *axes: str, layout: str | None = None, sizes: NamedSizes = NO_SIZES
+    ) -> Draw:
+        """The random numbers of one operator: see :meth:`RngState.draw`."""
+        return self.rng.draw(name, *axes, layout=layout, sizes=sizes)
 
     def left_out(self, path: str) -> LeftOut:
         """What stands in a result for an output that a training step leaves out."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, piece_runs, whole_length
 from shardwright.runtime.ops.dropout import dropout
-from shardwright.runtime.ops.random import NamedSizes, RngState
+from shardwright.runtime.ops.random import Draw
 from shardwright.runtime.ops.split_attention import split_attention
 from shardwright.runtime.runs import Run
 
@@ -29,20 +29,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
     query_axes: Axes = (),
     key_axes: Axes = (),
     lengths: tuple[Length, Length] = (0, 0),
     query_unit: int = 1,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L,
-    S]``, ``axes`` those that cut them. ``query_axes``, ``key_axes``, ``lengths``, ``query_unit``:
-    as in :func:`split_attention`, if the rank has a part of the queries, and ``is_causal`` or keys
-    that go round.
+    """``F.scaled_dot_product_attention``; ``draw`` is that of the attention weights ``[..., L,
+    S]``. ``query_axes``, ``key_axes``, ``lengths``, ``query_unit``: as in :func:`split_attention`,
+    if the rank has a part of the queries, and ``is_causal`` or keys that go round.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head
     dim (-3) of key and value is smaller, and each of their heads serves a run of query heads.
@@ -53,7 +48,7 @@ def scaled_dot_product_attention(
             # Of the weights; each head of queries has its own.
             heads = query.shape[-3] if query.ndim > 2 else 1
             shape = (heads, query.shape[-2], whole_length(lengths[1]))
-            dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
+            dropped = WeightDropout.of(dropout_p, shape, draw)
         return split_attention(
             query,
             key,
@@ -94,10 +89,10 @@ def scaled_dot_product_attention(
         weights = weights.masked_fill(attn_mask.logical_not(), 0.0)
     else:
         weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
-    if layout is None:
-        return dropout(weights, dropout_p, rng=rng, draw=draw, axes=axes) @ value
+    if draw.layout is None:
+        return dropout(weights, dropout_p, draw=draw) @ value
     # The numbers that a ring draws tile by tile.
-    whole = WeightDropout.of(dropout_p, weights.shape, rng, draw, layout, sizes, axes)
+    whole = WeightDropout.of(dropout_p, weights.shape, draw)
     return whole.dropped(weights) @ value
 
 

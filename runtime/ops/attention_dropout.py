@@ -8,16 +8,15 @@ itself. Either way backward draws again what forward drew.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwright.runtime.ops.dropout import check_probability
-from shardwright.runtime.ops.random import Draw, NamedSizes, PieceDraw, RngState, drawn
+from shardwright.runtime.ops.random import Draw
 from shardwright.runtime.runs import Run, within
 
 SQUARE = 256
@@ -31,22 +30,14 @@ class WeightDropout:
     """
 
     p: float
-    draw: Draw | PieceDraw
+    shape: tuple[int, ...]
+    draw: Draw
 
     @classmethod
-    def of(
-        cls,
-        p: float,
-        shape: Sequence[int],
-        rng: RngState,
-        draw: str,
-        layout: str | None,
-        sizes: NamedSizes,
-        axes: Sequence[str],
-    ) -> WeightDropout:
+    def of(cls, p: float, shape: Sequence[int], draw: Draw) -> WeightDropout:
         """The dropout that generated code asks for; ``shape`` is that of the weights here."""
         check_probability(p)
-        return cls(p, drawn(copy.copy(rng), draw, shape, layout, sizes, axes))
+        return cls(p, tuple(shape), draw.kept_here())
 
     @property
     def scale(self) -> float:
@@ -60,15 +51,15 @@ class WeightDropout:
         in the sequence where ``rows`` and ``columns`` say. Leading dims count as one of samples.
         """
         draw = self.draw
-        if isinstance(draw, PieceDraw):
+        if draw.layout is None:
             counts = [sum(size for _, size in runs) for runs in (rows, columns)]
-            heads = draw.shape[-3] if len(draw.shape) > 2 else 1
+            heads = self.shape[-3] if len(self.shape) > 2 else 1
             first = (samples[0], *(runs[0][0] for runs in (rows, columns)))
             name = "/".join(map(str, (draw.name, *first)))
-            tile = replace(draw, name=name, shape=(samples[1], heads, *counts))
-            return tile.kept(device, torch.bool, 1 - self.p)
+            tile = (samples[1], heads, *counts)
+            return draw.named(name).kept(tile, device, torch.bool, 1 - self.p)
         found = [
-            torch.cat([self._square(draw, row, column, device) for column in _squares(columns)], -1)
+            torch.cat([self._square(row, column, device) for column in _squares(columns)], -1)
             for row in _squares(rows)
         ]
         whole = torch.cat(found, -2)
@@ -76,20 +67,25 @@ class WeightDropout:
         return whole.reshape(lead, heads, *whole.shape[-2:]).narrow(0, *samples)
 
     def _square(
-        self, draw: Draw, row: tuple[int, Run], column: tuple[int, Run], device: torch.device
+        self, row: tuple[int, Run], column: tuple[int, Run], device: torch.device
     ) -> Tensor:
         """The part of one square, of this rank's samples and heads."""
         (i, queries), (j, keys) = row, column
+        draw = self.draw
+        assert draw.layout is not None
         num_queries, num_keys = draw.layout.shape[-2:]
-        square = replace(draw, name=f"{draw.name}/{i}/{j}" if i or j else draw.name)
+        square = draw.named(f"{draw.name}/{i}/{j}" if i or j else draw.name)
         square = square.with_dim(-2, min(SQUARE, num_queries - i * SQUARE))
         square = square.with_dim(-1, min(SQUARE, num_keys - j * SQUARE))
-        return square.kept(device, torch.bool, 1 - self.p).narrow(-2, *queries).narrow(-1, *keys)
+        assert square.layout is not None
+        shape = square.layout.local_shape(draw.rng.mesh, draw.rng.coords)
+        kept = square.kept(shape, device, torch.bool, 1 - self.p)
+        return kept.narrow(-2, *queries).narrow(-1, *keys)
 
     def dropped(self, weights: Tensor) -> Tensor:
         """The weights of all of this rank's queries, some of them zero."""
         draw = self.draw
-        assert isinstance(draw, Draw)
+        assert draw.layout is not None
         # [start, stop) of each run of this rank's queries.
         bounds = draw.layout.runs(weights.ndim - 2, draw.rng.mesh, draw.rng.coords)
         rows = [(start, stop - start) for start, stop in bounds]

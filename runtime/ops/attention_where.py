@@ -23,7 +23,7 @@ from shardwright.runtime.ops.attention_blocks import Flat
 from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ops.graph_ends import leave_graph
-from shardwright.runtime.ops.random import NamedSizes, RngState
+from shardwright.runtime.ops.random import Draw
 from shardwright.runtime.ops.split_attention import (
     DEPENDS,
     Where,
@@ -55,11 +55,7 @@ def attention_where(
     key_axes: Axes = (),
     lengths: tuple[Length, Length] | None = None,
     query_unit: int = 1,
-    rng: RngState | None = None,
-    draw: str = "",
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw | None = None,
 ) -> Tensor:
     """Attention in which query ``i`` sees key ``j`` where ``key_marks[n]`` of the key, compared by
     ``comparisons[n]``, holds against ``query_marks[n]`` of the query, for all ``n``.
@@ -76,8 +72,8 @@ def attention_where(
     what :data:`~shardwright.runtime.ops.attention_blocks.Flat` says. ``query_axes``,
     ``key_axes``, ``lengths``, ``query_unit``: as in
     :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part of the queries.
-    ``dropout_p``, ``rng``, ``draw``, ``layout``, ``sizes``, ``axes``: which weights are dropped, as
-    in :func:`~shardwright.runtime.ops.scaled_dot_product_attention`.
+    ``dropout_p``, ``draw``: which weights are dropped, as in
+    :func:`~shardwright.runtime.ops.scaled_dot_product_attention`.
     """
     query_axes, ring = communicating(query_axes), communicating(key_axes)
     if lengths is None or not query_axes:
@@ -108,9 +104,9 @@ def attention_where(
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     samples, dropped = query.shape[0], None
     if dropout_p:
-        assert rng is not None, "lowering says by what weights are dropped"
+        assert draw is not None, "lowering says by what weights are dropped"
         shape = (samples, heads, query.shape[-2], positions[1])
-        dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
+        dropped = WeightDropout.of(dropout_p, shape, draw)
     leave_graph(DEPENDS)
     return _in_tiles(
         autocasted(query),

@@ -1,6 +1,5 @@
-"""The dropout family. ``layout`` is that of the mask; without one the mask is like the input, and
-ranks along ``axes`` draw different ones. Without training, or with ``p=0``, the input itself comes
-back.
+"""The dropout family. ``draw`` says which mask is drawn. Without training, or with ``p=0``, the
+input itself comes back.
 
 Channel-wise forms have masks whose spatial dims have size 1, so that a channel is kept or dropped
 as a whole: for ``input [N, C, H, W]`` the mask is ``[N, C, 1, 1]``.
@@ -16,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.ops.random import NamedSizes, RngState, drawn
+from shardwright.runtime.ops.random import Draw
 
 # Of SELU: alpha dropout sets what it drops to the value SELU saturates at (Klambauer et al. 2017,
 # section 3).
@@ -28,11 +27,7 @@ def dropout(
     p: float = 0.5,
     training: bool = True,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
     mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 -
@@ -44,9 +39,7 @@ def dropout(
     if p == 1:
         return input * 0.0
     shape = input.shape if mask_shape is None else mask_shape
-    return input * drawn(rng, draw, shape, layout, sizes, axes).kept(
-        input.device, input.dtype, 1 - p
-    ).div_(1 - p)
+    return input * draw.kept(shape, input.device, input.dtype, 1 - p).div_(1 - p)
 
 
 def alpha_dropout(
@@ -54,11 +47,7 @@ def alpha_dropout(
     p: float = 0.5,
     training: bool = True,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
     mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """``F.alpha_dropout``: keeps mean and variance of a SELU network's activations."""
@@ -68,7 +57,7 @@ def alpha_dropout(
     if p == 1:
         return input * 0.0
     shape = input.shape if mask_shape is None else mask_shape
-    kept = drawn(rng, draw, shape, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
+    kept = draw.kept(shape, input.device, input.dtype, 1 - p)
     # Klambauer et al., "Self-Normalizing Neural Networks": what is dropped becomes the saturation
     # value, then scale and shift restore mean 0 and variance 1.
     scale = 1 / math.sqrt((_SELU_SATURATION**2 * p + 1) * (1 - p))
@@ -84,10 +73,10 @@ def _of_channels(
     """
 
     @functools.wraps(function)
-    def of_channels(input: Tensor, *args: Any, **drawing: Any) -> Tensor:
+    def of_channels(input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         num_kept = min(2, input.ndim) if num_shared is None else input.ndim - num_shared
         mask_shape = (*input.shape[:num_kept], *[1] * (input.ndim - num_kept))
-        return function(input, *args, **drawing, mask_shape=mask_shape)
+        return function(input, *args, **keywords, mask_shape=mask_shape)
 
     return of_channels
 

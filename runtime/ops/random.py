@@ -17,8 +17,9 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -35,8 +36,10 @@ RngMode = Literal["fast", "plan_independent"]
 Moment = tuple[int, int]
 """Step and microbatch."""
 
-NamedSizes = Sequence[tuple[str, int]]
+NamedSizes = Mapping[str, int]
 """The values of the sizes that occur by name in the text of a layout."""
+
+NO_SIZES: NamedSizes = MappingProxyType({})
 
 
 class RngState:
@@ -105,6 +108,29 @@ class RngState:
         finally:
             self.mesh, self.coords = mesh, coords
 
+    def draw(
+        self, name: str, *axes: str, layout: str | None = None, sizes: NamedSizes = NO_SIZES
+    ) -> Draw:
+        """The draw of this name, of which ranks along ``axes`` have different parts. ``layout``:
+        that of the whole tensor, of which every plan draws the same; it has dims by name whose
+        values are ``sizes``.
+
+        Raises :class:`LoadError` where the whole tensor is to be drawn, and no layout says what
+        that is.
+        """
+        if layout is not None:
+            known = tuple((dim, int(size)) for dim, size in sizes.items())
+            found = read_layout(layout, known)
+            return Draw(self, name, found.cut_axes, found)
+        if axes and self.mode != "fast":
+            raise LoadError(
+                f"{name} cannot be drawn alike under every plan",
+                why='its call was written for rng="fast", and the module has rng_mode = '
+                f'"{self.mode}"',
+                hint="compile with ComputeConfig(rng=...), which writes other calls",
+            )
+        return Draw(self, name, axes)
+
     def to_json(self) -> dict[str, int]:
         return {"seed": self.seed, "step": self.step, "microbatch": self.microbatch}
 
@@ -114,10 +140,9 @@ class RngState:
 
     def generator_seed(self, draw: str, axes: Sequence[str] = ()) -> int:
         """The 64-bit seed of a draw; ``axes``: those along which ranks draw differently."""
-        coords = (
-            [f"{axis}={self.coords[axis]}" for axis in sorted(axes)] if self.mode == "fast" else []
-        )
-        text = "|".join(map(str, [self.seed, draw, self.step, self.microbatch, self.unit, *coords]))
+        text = f"{self.seed}|{draw}|{self.step}|{self.microbatch}|{self.unit}"
+        if axes and self.mode == "fast":
+            text += "".join([f"|{axis}={self.coords[axis]}" for axis in sorted(axes)])
         # A hash instead of a sum of the parts: neighbouring steps and ranks get seeds that have
         # nothing to do with each other. 63 bits, as torch's seeds have a sign.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -196,137 +221,85 @@ def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
     raise SyntaxError(f"{ast.unparse(node)} is no size")
 
 
-class _Drawn:
-    """Numbers of several distributions, of whatever :meth:`piece` draws."""
+# Not frozen, as one is made in every call: that would take three times as long.
+@dataclass(slots=True, eq=False)
+class Draw:
+    """One draw of an operator, which generated code makes by ``self.draw("up_dropout", "tp")``.
 
-    __slots__ = ()
+    ``axes``: those along which ranks draw different numbers. ``layout``: that of the tensor drawn,
+    where every plan draws the same; ``None``: a rank draws for the piece at hand. The functions
+    that draw are given the shape of that piece.
+    """
 
-    def piece(self, device: torch.device, make: Make) -> Tensor:
+    rng: RngState
+    name: str
+    axes: tuple[str, ...] = ()
+    layout: Layout | None = None
+
+    def named(self, name: str) -> Draw:
+        """The draw under another name."""
+        return Draw(self.rng, name, self.axes, self.layout)
+
+    def kept_here(self) -> Draw:
+        """The draw with a random state that does not move on, for a backward in a later step."""
+        return Draw(copy.copy(self.rng), self.name, self.axes, self.layout)
+
+    def with_dim(self, dim: int, size: int) -> Draw:
+        """The draw with another, uncut dim in the place of ``dim``."""
+        if self.layout is None:
+            return self
+        layout = self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
+        return Draw(self.rng, self.name, layout.cut_axes, layout)
+
+    def piece(self, shape: Sequence[int], device: torch.device, make: Make) -> Tensor:
         """Draw with ``make(shape, generator)``; the result is this rank's piece."""
-        raise NotImplementedError
+        rng, layout = self.rng, self.layout
+        generator = rng.generator(self.name, device, self.axes)
+        if layout is None or rng.mode == "fast" or not self.axes:
+            return make(tuple(shape), generator)
+        # Every rank draws the whole and takes its piece: slow, and the same under every plan.
+        return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
 
-    def uniform(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def uniform(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from ``[0, 1)``."""
         return self.piece(
-            device, lambda shape, g: torch.rand(shape, generator=g, device=device, dtype=dtype)
+            shape,
+            device,
+            lambda shape, g: torch.rand(shape, generator=g, device=device, dtype=dtype),
         )
 
-    def normal(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def normal(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from the standard normal distribution."""
         return self.piece(
-            device, lambda shape, g: torch.randn(shape, generator=g, device=device, dtype=dtype)
+            shape,
+            device,
+            lambda shape, g: torch.randn(shape, generator=g, device=device, dtype=dtype),
         )
 
-    def exponential(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def exponential(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from the exponential distribution of rate 1."""
         return self.piece(
+            shape,
             device,
             lambda shape, g: torch.empty(shape, device=device, dtype=dtype).exponential_(
                 generator=g
             ),
         )
 
-    def kept(self, device: torch.device, dtype: torch.dtype, probability: float) -> Tensor:
+    def kept(
+        self, shape: Sequence[int], device: torch.device, dtype: torch.dtype, probability: float
+    ) -> Tensor:
         """Ones with this probability, zeros else."""
-
-        def make(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype).bernoulli_(
-                probability, generator=generator
-            )
-
-        return self.piece(device, make)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw(_Drawn):
-    """One draw of an operator: whose, which, and the layout of the tensor drawn."""
-
-    rng: RngState
-    name: str
-    layout: Layout
-
-    @classmethod
-    def of(cls, rng: RngState, name: str, layout: str, sizes: NamedSizes = ()) -> Draw:
-        """The draw of the keyword arguments that generated code gives to a random function."""
-        return cls(rng, name, read_layout(layout, tuple((name, int(size)) for name, size in sizes)))
-
-    def with_dim(self, dim: int, size: int) -> Draw:
-        """The draw with another, uncut dim in the place of ``dim``."""
-        return replace(
-            self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
+        if self.layout is None and torch.compiler.is_compiling():
+            draw = self.rng.number, self.name, shape, self.axes
+            return torch.ops.shardwright.kept(*draw, probability, dtype, device)  # type: ignore[no-any-return]
+        return self.piece(
+            shape,
+            device,
+            lambda shape, g: torch.empty(shape, device=device, dtype=dtype).bernoulli_(
+                probability, generator=g
+            ),
         )
-
-    def piece(self, device: torch.device, make: Make) -> Tensor:
-        """Draw the tensor with ``make(shape, generator)``; the result is this rank's piece."""
-        rng, layout = self.rng, self.layout
-        generator = rng.generator(self.name, device, layout.cut_axes)
-        if rng.mode == "fast" or not layout.cut_axes:
-            return make(layout.local_shape(rng.mesh, rng.coords), generator)
-        # Every rank draws the whole and takes its piece: slow, and the same under every plan.
-        return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
-
-
-@dataclass(frozen=True, slots=True)
-class PieceDraw(_Drawn):
-    """One draw in mode ``"fast"`` for a piece of this shape: ranks along ``axes`` draw different
-    numbers.
-    """
-
-    rng: RngState
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, rng: RngState, name: str, shape: Sequence[int], axes: Sequence[str] = ()
-    ) -> PieceDraw:
-        """The draw of what generated code gives to a random function.
-
-        Raises :class:`LoadError` where the whole tensor is to be drawn, which only its layout can
-        say.
-        """
-        if axes and rng.mode != "fast":
-            raise LoadError(
-                f"{name} cannot be drawn alike under every plan",
-                why='its call was written for rng="fast", and the module has rng_mode = '
-                f'"{rng.mode}"',
-                hint="compile with ComputeConfig(rng=...), which writes other calls",
-            )
-        return cls(rng, name, tuple(shape), tuple(axes))
-
-    def with_dim(self, dim: int, size: int) -> PieceDraw:
-        """The draw with another, uncut dim in the place of ``dim``."""
-        shape = list(self.shape)
-        shape[dim] = size
-        return replace(self, shape=tuple(shape))
-
-    def piece(self, device: torch.device, make: Make) -> Tensor:
-        """Draw a tensor of the piece's shape."""
-        return make(self.shape, self.rng.generator(self.name, device, self.axes))
-
-    def kept(self, device: torch.device, dtype: torch.dtype, probability: float) -> Tensor:
-        """See :meth:`_Drawn.kept`."""
-        if not torch.compiler.is_compiling():
-            return _Drawn.kept(self, device, dtype, probability)  # slots: no super() here
-        draw = self.rng.number, self.name, self.shape, self.axes
-        return torch.ops.shardwright.kept(*draw, probability, dtype, device)  # type: ignore[no-any-return]
-
-
-def drawn(
-    rng: RngState,
-    draw: str,
-    shape: Sequence[int],
-    layout: str | None,
-    sizes: NamedSizes,
-    axes: Sequence[str],
-) -> Draw | PieceDraw:
-    """What generated code asks for: a draw by its layout, or without one for a piece of this shape,
-    which differs along ``axes``.
-    """
-    if layout is None:
-        return PieceDraw.of(rng, draw, shape, axes)
-    return Draw.of(rng, draw, layout, sizes)
 
 
 def _kept(
@@ -338,8 +311,7 @@ def _kept(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    piece = PieceDraw(object_of(rng), draw, tuple(shape), tuple(axes))
-    return _Drawn.kept(piece, device, dtype, probability)
+    return Draw(object_of(rng), draw, tuple(axes)).kept(shape, device, dtype, probability)
 
 
 def _kept_without_values(

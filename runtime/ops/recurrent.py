@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardwright.runtime.ops.random import NamedSizes, RngState
+from shardwright.runtime.ops.random import Draw
 
 # Ranks that are threads share the default generator.
 _default_generator = threading.Lock()
 
 
 @contextmanager
-def _seeded(rng: RngState, draw: str, device: torch.device) -> Iterator[None]:
+def _seeded(draw: Draw, device: torch.device) -> Iterator[None]:
     generator = (
         torch.default_generator
         if device.type == "cpu"
@@ -30,7 +30,7 @@ def _seeded(rng: RngState, draw: str, device: torch.device) -> Iterator[None]:
     # threads share it, so one at a time.
     with _default_generator:
         state = generator.get_state()
-        generator.manual_seed(rng.generator_seed(draw))
+        generator.manual_seed(draw.rng.generator_seed(draw.name))
         try:
             yield
         finally:
@@ -48,13 +48,10 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str = "",
-    sizes: NamedSizes = (),
+    draw: Draw,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.lstm``."""
-    with _seeded(rng, draw, input.device):
+    with _seeded(draw, input.device):
         return torch.lstm(
             input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
@@ -71,13 +68,10 @@ def gru(
     bidirectional: bool,
     batch_first: bool,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str = "",
-    sizes: NamedSizes = (),
+    draw: Draw,
 ) -> tuple[Tensor, Tensor]:
     """``torch.gru``."""
-    with _seeded(rng, draw, input.device):
+    with _seeded(draw, input.device):
         return torch.gru(
             input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
@@ -94,13 +88,10 @@ def rnn_tanh(
     bidirectional: bool,
     batch_first: bool,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str = "",
-    sizes: NamedSizes = (),
+    draw: Draw,
 ) -> tuple[Tensor, Tensor]:
     """``torch.rnn_tanh``."""
-    with _seeded(rng, draw, input.device):
+    with _seeded(draw, input.device):
         return torch.rnn_tanh(
             input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
@@ -117,13 +108,10 @@ def rnn_relu(
     bidirectional: bool,
     batch_first: bool,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str = "",
-    sizes: NamedSizes = (),
+    draw: Draw,
 ) -> tuple[Tensor, Tensor]:
     """``torch.rnn_relu``."""
-    with _seeded(rng, draw, input.device):
+    with _seeded(draw, input.device):
         return torch.rnn_relu(
             input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )

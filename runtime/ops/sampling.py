@@ -1,19 +1,16 @@
 """Operators whose result is random: PyTorch's factories and samplers with the draws of
 :mod:`shardwright.runtime.ops.random`.
 
-Sizes are local ones. ``layout`` is that of the result; without one it has the sizes of the piece at
-hand, and ranks along ``axes`` draw different numbers.
+Sizes are local ones. ``draw`` says which numbers are drawn.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.ops.random import NamedSizes, RngState, drawn
+from shardwright.runtime.ops.random import Draw
 
 Device = torch.device | str | None
 
@@ -26,32 +23,20 @@ def rand(
     *size: int,
     dtype: torch.dtype | None = None,
     device: Device = None,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.rand``."""
-    return drawn(rng, draw, size, layout, sizes, axes).uniform(
-        _device(device), dtype or torch.get_default_dtype()
-    )
+    return draw.uniform(size, _device(device), dtype or torch.get_default_dtype())
 
 
 def randn(
     *size: int,
     dtype: torch.dtype | None = None,
     device: Device = None,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.randn``."""
-    return drawn(rng, draw, size, layout, sizes, axes).normal(
-        _device(device), dtype or torch.get_default_dtype()
-    )
+    return draw.normal(size, _device(device), dtype or torch.get_default_dtype())
 
 
 def randint(
@@ -61,15 +46,12 @@ def randint(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.randint``: integers from ``low`` to ``high - 1``."""
     target = _device(device)
-    return drawn(rng, draw, size, layout, sizes, axes).piece(
+    return draw.piece(
+        size,
         target,
         lambda shape, g: torch.randint(
             low, high, shape, generator=g, dtype=dtype or torch.int64, device=target
@@ -82,16 +64,10 @@ def rand_like(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.rand_like``."""
-    return drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
-        _like(input, device), dtype or input.dtype
-    )
+    return draw.uniform(input.shape, _like(input, device), dtype or input.dtype)
 
 
 def randn_like(
@@ -99,16 +75,10 @@ def randn_like(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.randn_like``."""
-    return drawn(rng, draw, input.shape, layout, sizes, axes).normal(
-        _like(input, device), dtype or input.dtype
-    )
+    return draw.normal(input.shape, _like(input, device), dtype or input.dtype)
 
 
 def randint_like(
@@ -118,11 +88,7 @@ def randint_like(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.randint_like``."""
     shape, target = tuple(input.shape), _like(input, device)
@@ -132,11 +98,7 @@ def randint_like(
         shape,
         dtype or input.dtype,
         target,
-        rng=rng,
         draw=draw,
-        layout=layout,
-        sizes=sizes,
-        axes=axes,
     )
 
 
@@ -148,17 +110,13 @@ def bernoulli(
     input: Tensor,
     p: float | Tensor | None = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.bernoulli(input)``: ones with the probabilities in ``input``; or
     ``input.bernoulli_(p)`` as a new tensor.
     """
     # In double precision, so that probabilities close to 0 and 1 are not rounded.
-    chance = drawn(rng, draw, input.shape, layout, sizes, axes).uniform(input.device, torch.float64)
+    chance = draw.uniform(input.shape, input.device, torch.float64)
     return (chance < (input.detach() if p is None else p)).to(input.dtype)
 
 
@@ -169,25 +127,19 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.normal``: of tensors and numbers, broadcast, or of two numbers and a ``size``."""
     like = mean if isinstance(mean, Tensor) else std
     if isinstance(like, Tensor):
         both = torch.as_tensor(mean + std)
-        numbers = drawn(rng, draw, both.shape, layout, sizes, axes).normal(like.device, like.dtype)
+        numbers = draw.normal(both.shape, like.device, like.dtype)
         # PyTorch does not differentiate the draw: the gradients of mean and std are zeros.
         never = torch.zeros((), dtype=torch.bool, device=like.device)
         with torch.no_grad():
             sample = mean + std * numbers
         return torch.where(never, both, sample)
-    return mean + std * drawn(rng, draw, size or (), layout, sizes, axes).normal(
-        _device(device), dtype or torch.get_default_dtype()
-    )
+    return mean + std * draw.normal(size or (), _device(device), dtype or torch.get_default_dtype())
 
 
 def normal_like(
@@ -195,16 +147,10 @@ def normal_like(
     mean: float = 0.0,
     std: float = 1.0,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``input.normal_(mean, std)``, as a new tensor."""
-    return mean + std * drawn(rng, draw, input.shape, layout, sizes, axes).normal(
-        input.device, input.dtype
-    )
+    return mean + std * draw.normal(input.shape, input.device, input.dtype)
 
 
 def uniform_like(
@@ -212,33 +158,20 @@ def uniform_like(
     low: float = 0.0,
     high: float = 1.0,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``input.uniform_(low, high)``, as a new tensor."""
-    return low + (high - low) * drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
-        input.device, input.dtype
-    )
+    return low + (high - low) * draw.uniform(input.shape, input.device, input.dtype)
 
 
 def exponential_like(
     input: Tensor,
     lambd: float = 1.0,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``input.exponential_(lambd)``, as a new tensor."""
-    return (
-        drawn(rng, draw, input.shape, layout, sizes, axes).exponential(input.device, input.dtype)
-        / lambd
-    )
+    return draw.exponential(input.shape, input.device, input.dtype) / lambd
 
 
 def multinomial(
@@ -246,27 +179,24 @@ def multinomial(
     num_samples: int,
     replacement: bool = False,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.multinomial``: indices drawn from the weights in each row of ``input`` ``[rows,
     categories]``.
     """
-    shape, weights = (*input.shape[:-1], num_samples), input.detach().double()
-    draws = drawn(rng, draw, shape, layout, sizes, axes)
+    weights, num_categories = input.detach().double(), input.shape[-1]
     if replacement:
+        shape = (*input.shape[:-1], num_samples)
         # Inverse of the distribution function. Scaled below the total, so that a draw never falls
         # behind the last category that has weight.
         steps = weights.cumsum(-1)
-        level = draws.uniform(input.device, torch.float64) * steps[..., -1:]
+        level = draw.uniform(shape, input.device, torch.float64) * steps[..., -1:]
         return torch.searchsorted(steps, level.contiguous(), right=True).clamp_(
-            max=input.shape[-1] - 1
+            max=num_categories - 1
         )
     # Exponential races: the k first arrivals at rates `weights` are a sample without replacement.
-    arrival = draws.with_dim(-1, input.shape[-1]).exponential(input.device, torch.float64) / weights
+    race = draw.with_dim(-1, num_categories)
+    arrival = race.exponential(input.shape, input.device, torch.float64) / weights
     return arrival.topk(num_samples, dim=-1, largest=False).indices
 
 
@@ -275,15 +205,12 @@ def randperm(
     dtype: torch.dtype | None = None,
     device: Device = None,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``torch.randperm``; it is never cut."""
     target = _device(device)
-    return drawn(rng, draw, (n,), layout, sizes, axes).piece(
+    return draw.piece(
+        (n,),
         target,
         lambda shape, g: torch.randperm(
             shape[0], generator=g, dtype=dtype or torch.int64, device=target
@@ -297,18 +224,10 @@ def gumbel_softmax(
     hard: bool = False,
     dim: int = -1,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``F.gumbel_softmax``; ``dim`` is whole."""
-    noise = (
-        -drawn(rng, draw, logits.shape, layout, sizes, axes)
-        .exponential(logits.device, logits.dtype)
-        .log()
-    )
+    noise = -draw.exponential(logits.shape, logits.device, logits.dtype).log()
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
         return soft
@@ -322,18 +241,12 @@ def rrelu(
     upper: float = 1 / 3,
     training: bool = False,
     *,
-    rng: RngState,
-    draw: str,
-    layout: str | None = None,
-    sizes: NamedSizes = (),
-    axes: Sequence[str] = (),
+    draw: Draw,
 ) -> Tensor:
     """``F.rrelu``: negative elements are scaled by a random slope between ``lower`` and
     ``upper``.
     """
     if not training:
         return F.rrelu(input, lower, upper, training=False)
-    slope = lower + (upper - lower) * drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
-        input.device, input.dtype
-    )
+    slope = lower + (upper - lower) * draw.uniform(input.shape, input.device, input.dtype)
     return torch.where(input <= 0, input * slope, input)

@@ -369,7 +369,7 @@ class _Skeleton(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if _root(node) in ("self", "block") and node.attr not in ("training", "device", "rng"):
+        if _root(node) in ("self", "block") and node.attr not in ("training", "device", "draw"):
             return ast.Name("W", ast.Load())
         return self.generic_visit(node)
 

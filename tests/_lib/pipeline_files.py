@@ -271,8 +271,8 @@ def _stage_lines(pipe: Pipe, stage: int, rank: int) -> list[str]:
         f"    self.update_buffer('blocks.{stage}.norm.running_var', var)",
     ]
     if pipe.dropout:
-        words = f"rng=self.rng, draw='drop{stage}', layout='[{BATCH}, {WIDTH}]'"
-        lines.append(f"hidden = dropout(hidden, {pipe.dropout}, self.training, {words})")
+        draw = f"self.draw('drop{stage}', layout='[{BATCH}, {WIDTH}]')"
+        lines.append(f"hidden = dropout(hidden, {pipe.dropout}, self.training, draw={draw})")
     sent = [t.name for t in seg.sends]
     if stage in pipe.cut:
         lines.append("piece = narrow(hidden, tp, 1)")

@@ -93,6 +93,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
+        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

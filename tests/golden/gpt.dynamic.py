@@ -110,6 +110,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         # [batch/dp, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", axes=("dp",))
+        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout", "dp"))
         add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         return add

@@ -118,7 +118,7 @@ class GPT(PipelineModule):
         # [batch, seq, hidden]  tiny_gpt.py:39
         blocks_2_down = F.linear(blocks_2_gelu, self.blocks[2].down.weight, self.blocks[2].down.bias)
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_2_dropout = dropout(blocks_2_down, p=0.1, training=self.training, rng=self.rng, draw="blocks_2_dropout")
+        blocks_2_dropout = dropout(blocks_2_down, p=0.1, training=self.training, draw=self.draw("blocks_2_dropout"))
         blocks_2_add = blocks_2_x + blocks_2_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
 
         # GPT

@@ -115,6 +115,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:39
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
+        dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

@@ -119,6 +119,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, down_weight_zero_whole, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         del down_weight_zero_whole
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
+        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

@@ -18,7 +18,6 @@ from shardwright.runtime.adapters import all_reduce, keep_one
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import Cut, Layout, Mesh
-from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -288,7 +287,6 @@ def test_frozen_weights_are_gathered_again_and_not_reduced() -> None:
 
 def test_recomputed_regions_gather_within(alive: dict[int, Alive]) -> None:
     expected = reference(4)
-    rng = RngState(0)
 
     def rank(index: int) -> None:
         sharded = Sharded(wholes(4))
@@ -303,7 +301,7 @@ def test_recomputed_regions_gather_within(alive: dict[int, Alive]) -> None:
                 with sharded.gathering.forward("train"):
                     x = batch(index).requires_grad_()
                     for number in range(4):
-                        x = recompute(layer, x, number, rng=rng)
+                        x = recompute(layer, x, number)
                     loss = x.square().sum()
                 assert alive[index].now == 0
                 loss.backward()

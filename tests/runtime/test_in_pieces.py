@@ -48,7 +48,6 @@ def test_pieces_give_what_the_whole_gives(count: int, wanted: bool) -> None:
             num_pieces,
             (piece_of(hidden, 1), weight, piece_of(labels, 0, Cut((S,), B))),
             (TOTAL, results),
-            rng=RngState(0),
         )
         assert (logits is None) != wanted
         loss = total + logits.pow(2).sum() if wanted else total
@@ -69,7 +68,7 @@ def test_only_a_piece_is_there_at_a_time() -> None:
     def peak(count: int) -> int:
         with LiveBytes() as live:
             taken = (piece_of(hidden, 0), weight, piece_of(labels, 0))
-            in_pieces(loss, "loss", count, taken, (TOTAL,), rng=RngState(0)).backward()
+            in_pieces(loss, "loss", count, taken, (TOTAL,)).backward()
             return live.peak
 
     assert peak(10) < 0.2 * peak(1)
@@ -85,7 +84,6 @@ def test_sums_over_pieces_are_wide() -> None:
         512,
         (piece_of(x, 0), weight),
         (TOTAL,),
-        rng=RngState(0),
     )
     total.backward()
     assert weight.grad is not None
@@ -101,9 +99,9 @@ def test_backward_draws_what_forward_drew(mode: str) -> None:
     rng = RngState(0, mode)  # type: ignore[arg-type]
 
     def drop(count: int) -> Tensor:
-        layout = {"layout": f"[64{'/rows' if count > 1 else ''}]"}
+        layout = f"[64{'/rows' if count > 1 else ''}]"
         result: Tensor = in_pieces(
-            lambda piece, x: dropout(x, 0.5, rng=rng, draw="drop", **layout),
+            lambda piece, x: dropout(x, 0.5, draw=rng.draw("drop", layout=layout)),
             "rows",
             count,
             (piece_of(x, 0),),
@@ -133,7 +131,7 @@ def product_in_steps(
         piece_of(weight, 1, gather=Gather(r, 1, "reduce_scatter")),
         Once(bias),
     )
-    result: Tensor = in_pieces(product, "steps", count, taken, (TOTAL,), rng=RngState(0))
+    result: Tensor = in_pieces(product, "steps", count, taken, (TOTAL,))
     return result
 
 

@@ -21,7 +21,7 @@ def test_the_mask_is_that_of_the_forward_it_belongs_to():
     def block(x):
         calls.append(rng.moment)
         return dropout(
-            x * weight, 0.5, rng=rng, draw="mask", layout="[64]"
+            x * weight, 0.5, draw=rng.draw("mask", layout="[64]")
         ).exp()  # exp keeps its result: it is recomputed
 
     x = torch.linspace(0, 1, 64, dtype=torch.float64)

@@ -75,8 +75,9 @@ class FakeRank:
         self.axes: dict[str, AxisGroup | Piece] = {
             axis_variable(name): self._group(name, size, 0) for name, size in mesh.axes
         }
+        self._rng = RngState(0, rng, mesh, self.coords)
         self._module = SimpleNamespace(
-            training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords)
+            training=True, device=torch.device(device), draw=self._rng.draw
         )
 
     def _group(self, name: str, size: int, index: int) -> AxisGroup:
@@ -219,9 +220,8 @@ class FakeRank:
             TOTAL if g.step.dim is None else Joined(*cut(g.step), g.result.name not in loop.late)
             for g in loop.gives
         ]
-        rng = self._module.rng
         with self.mode:
-            found = in_pieces(run_piece, loop.axis, loop.count, takes, gives, rng=rng)
+            found = in_pieces(run_piece, loop.axis, loop.count, takes, gives, rng=self._rng)
             results = found if isinstance(found, tuple) else (found,)
             return [torch.empty(0) if x is None else x for x in results]
 

@@ -25,7 +25,7 @@ from shardwright.compiler.ops.rule import (
 )
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import (
-    DRAWN,
+    DRAW,
     RUNTIME,
     annotation,
     broadcast,
@@ -39,7 +39,7 @@ _SIGNATURE = (
     "enable_gqa=False"
 )
 _PLACES = "query_axes=(), key_axes=(), lengths=(0, 0), query_unit=1"
-_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, {_PLACES}")
+_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, *, {DRAW}, {_PLACES}")
 _SPLIT_FORM = define_form("split_attention", f"{_SIGNATURE}, *, {_PLACES}")
 
 
@@ -229,7 +229,7 @@ define(
     "query, key, value, query_marks=(), key_marks=(), comparisons=(), sinks=None, "
     "attn_mask=None, *, bands=None, scale=None, cap=None, blind='zeros', dropout_p=0.0, "
     "query_axes=(), key_axes=(), lengths=None, "
-    f"query_unit=1, {DRAWN.removeprefix('*, ')}",
+    f"query_unit=1, {DRAW}",
     f"{RUNTIME}.attention_where",
     _attention_where,
     stand_ins.attention_where,

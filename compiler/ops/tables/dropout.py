@@ -19,7 +19,7 @@ from shardwright.compiler.ops.definitions import Normalise, define
 from shardwright.compiler.ops.rule import OpRule, TensorRefs
 from shardwright.compiler.ops.rule_builder import dim_of, linear_sets
 from shardwright.compiler.ops.terms import (
-    DRAWN,
+    DRAW,
     RUNTIME,
     annotation,
     broadcast,
@@ -52,7 +52,7 @@ def _random(
     **renames: str,
 ) -> None:
     """An operator and its runtime form, which has the same name and arguments."""
-    define_form(name, f"{signature}, {DRAWN.removeprefix('*, ') if '*' in signature else DRAWN}")
+    define_form(name, f"{signature}, {DRAW if '*' in signature else f'*, {DRAW}'}")
     define(name, signature, code or f"torch.{name}", rule, *aliases, renames=renames)
 
 

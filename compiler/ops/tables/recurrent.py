@@ -12,7 +12,7 @@ from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import whole_rule
-from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, define_form, drawn, may_be
+from shardwright.compiler.ops.terms import DRAW, RUNTIME, annotation, define_form, drawn, may_be
 
 _LAYER = "input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first"
 
@@ -44,7 +44,7 @@ def _layer(num_states: int) -> Callable[[IROp], OpRule]:
 
 
 for _name, _num_states in {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}.items():
-    define_form(_name, f"{_LAYER}, {DRAWN}")
+    define_form(_name, f"{_LAYER}, *, {DRAW}")
     define(_name, _LAYER, f"torch.{_name}", _layer(_num_states), getattr(torch, _name))
 
 

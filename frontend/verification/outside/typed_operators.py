@@ -27,9 +27,8 @@ from shardwright.frontend.verification.outside.spmd_layouts import (
 )
 from shardwright.frontend.verification.outside.typed_moves import moved, ordered
 from shardwright.runtime import ops
-from shardwright.runtime.layout import Layout
 from shardwright.runtime.ops.edges import EdgeWords
-from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ops.random import Draw
 from shardwright.runtime.ranks.groups import AxisGroup
 
 Rule = Callable[..., Any]
@@ -128,16 +127,10 @@ def check_cut(x: Typed, dims: Iterable[int], axes: Iterable[AxisGroup], what: st
 
 
 @rule("dropout", "dropout1d", "dropout2d", "dropout3d")
-def dropout(
-    *,
-    input: Typed,
-    rng: RngState | None = None,
-    layout: str | None = None,
-    axes: Sequence[str] = (),
-) -> Typed:
+def dropout(*, input: Typed, draw: Draw | None = None) -> Typed:
     """Ranks that hold pieces draw different masks, and those that hold copies the same one."""
-    if rng is not None:
-        drawn = set(axes) if layout is None else set(Layout.parse(layout).cut_axes)
+    if draw is not None:
+        drawn = set(draw.axes)
         cut = {axis for axes in shard_axes(input) for axis in axes}
         if drawn != cut:
             raise SpmdTypeError(

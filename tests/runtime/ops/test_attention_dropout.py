@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def drop(layout: str, mesh: Mesh | None = None, **coords: int) -> WeightDropout:
     rng = RngState(1, "plan_independent", mesh, coords)
-    return WeightDropout.of(0.5, (), rng, "weights", layout, (), ())
+    return WeightDropout.of(0.5, (), rng.draw("weights", layout=layout))
 
 
 def test_tiles_are_parts_of_one_draw() -> None:
@@ -49,7 +49,7 @@ def test_tiles_are_parts_of_one_draw() -> None:
 def test_the_random_state_of_a_draw_stays() -> None:
     """Backward may run when the step is another one."""
     rng = RngState(1)
-    dropout = WeightDropout.of(0.5, (1, 2, 8, 8), rng, "weights", None, (), ())
+    dropout = WeightDropout.of(0.5, (1, 2, 8, 8), rng.draw("weights"))
     tile = ((0, 1), ((0, 8),), ((0, 8),), CPU)
     first = dropout.kept(*tile)
     rng.next_step()
@@ -74,9 +74,7 @@ def test_fast_draws_are_the_same_in_backward(probability: float) -> None:
             own[1],
             ones,
             dropout_p=probability,
-            rng=rng,
-            draw="weights",
-            axes=("cp",),
+            draw=rng.draw("weights", "cp"),
             query_axes=(axis,),
             key_axes=(axis,),
             lengths=(40, 40),
@@ -101,7 +99,7 @@ def test_without_dropout_the_keys_go_round_all_the_same() -> None:
         axis = RankMesh(Mesh((("cp", 2),))).axis("cp")
         own = [x[:, :, 3 * index :][:, :, :3] for x in (query, key, value)]
         places = {"query_axes": (axis,), "key_axes": (axis,), "lengths": (6, 6)}
-        drawn = scaled_dot_product_attention(*own, rng=RngState(0), draw="a", axes=(), **places)
+        drawn = scaled_dot_product_attention(*own, draw=RngState(0).draw("a"), **places)
         return drawn, split_attention(*own, **places)
 
     for drawn, plain in run_ranks(2, rank):
@@ -117,14 +115,14 @@ def test_weights_of_capped_scores_with_sinks_are_dropped_as_written_out(blind: s
     sinks_too = blind == "zeros"
     place = torch.arange(9)
     counts = place != 0  # the first query sees nothing
-    rng = {"rng": RngState(1, "plan_independent"), "draw": "weights", "layout": "[2, 4, 9, 9]"}
+    draw = RngState(1, "plan_independent").draw("weights", layout="[2, 4, 9, 9]")
 
     def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         marks = (place.view(1, 1, 9, 1), place.view(1, 1, 9, 1) - 4, True)
         of_keys = (place.view(1, 1, 1, 9), place.view(1, 1, 1, 9), counts.view(1, 1, 1, 9))
         return attention_where(
             query, key, value, marks, of_keys, ("le", "gt", "eq"), sinks if sinks_too else None,
-            cap=2.0, blind=blind, dropout_p=0.5, **rng,
+            cap=2.0, blind=blind, dropout_p=0.5, draw=draw,
         )  # fmt: skip
 
     def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:

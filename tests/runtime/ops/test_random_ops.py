@@ -14,7 +14,7 @@ from op_ranks import on_mesh
 from shardwright.runtime import ops
 from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.ops.random import Draw, RngState, read_layout
+from shardwright.runtime.ops.random import RngState, read_layout
 from shardwright.runtime.ranks.groups import AxisGroup
 
 MESH = Mesh((("dp", 2), ("tp", 3)))
@@ -37,9 +37,7 @@ def draws(op, mode, layout=LAYOUT, seed=1, **keywords):
         rng = RngState(seed, mode, MESH, ranks.coords, ranks.unit)
         return op(
             Layout.parse(layout).local_shape(MESH, ranks.coords),
-            rng=rng,
-            draw="op",
-            layout=layout,
+            draw=rng.draw("op", layout=layout),
             **keywords,
         )
 
@@ -65,7 +63,7 @@ def assemble(pieces, layout=LAYOUT):
 
 
 def test_plan_independent_draws_are_those_of_one_rank():
-    alone = mask((5, 2, 12), rng=RngState(1, "plan_independent"), draw="op", layout="[5, 2, 12]")
+    alone = mask((5, 2, 12), draw=RngState(1, "plan_independent").draw("op", layout="[5, 2, 12]"))
     for layout in (
         LAYOUT,
         "[5, 2/dp, 12/tp]",
@@ -91,14 +89,15 @@ def test_fast_pieces_draw_differently():
 @pytest.mark.parametrize(("mode", "shape"), [("fast", (2, 8)), ("plan_independent", (4, 8))])
 def test_what_is_drawn(mode, shape):
     """Fast draws no more than this rank's piece."""
-    draw = Draw.of(RngState(0, mode, Mesh((("dp", 2),)), {"dp": 1}), "op", "[4/dp, 8]")
+    rng = RngState(0, mode, Mesh((("dp", 2),)), {"dp": 1})
+    draw = rng.draw("op", layout="[4/dp, 8]")
     drawn = []
 
     def make(shape, generator):
         drawn.append(shape)
         return torch.zeros(shape)
 
-    assert draw.piece(torch.device("cpu"), make).shape == (2, 8) and drawn == [shape]
+    assert draw.piece((2, 8), torch.device("cpu"), make).shape == (2, 8) and drawn == [shape]
 
 
 FAST = {
@@ -136,10 +135,10 @@ def test_fast_draws_need_no_layout(name, layout):
         layout = "[5]"
     axes = [axis for axis in ("tp", "dp") if f"/{axis}" in layout]
 
-    def both(shape, *, rng, draw, layout):
+    def both(shape, *, draw):
         x = torch.ones(shape)
-        by_layout = FAST[name](x, rng=rng, draw=draw, layout=layout)
-        assert torch.equal(FAST[name](x, rng=rng, draw=draw, axes=axes), by_layout)
+        by_layout = FAST[name](x, draw=draw)
+        assert torch.equal(FAST[name](x, draw=draw.rng.draw(draw.name, *axes)), by_layout)
         return by_layout
 
     pieces = draws(both, "fast", layout)
@@ -149,33 +148,36 @@ def test_fast_draws_need_no_layout(name, layout):
 def test_masks_of_every_plan_need_the_layout():
     rng = RngState(1, "plan_independent", Mesh((("tp", 2),)), {"tp": 0})
     with pytest.raises(LoadError) as caught:
-        ops.dropout(torch.ones(2), rng=rng, draw="drop", axes=("tp",))
+        rng.draw("drop", "tp")
     assert str(caught.value) == (
         "drop cannot be drawn alike under every plan\n"
         '  why:   its call was written for rng="fast", and the module has rng_mode = '
         '"plan_independent"\n'
         "  try:   compile with ComputeConfig(rng=...), which writes other calls"
     )
-    ops.dropout(torch.ones(2), rng=rng, draw="drop")  # no axis cuts it: alike anyway
+    ops.dropout(torch.ones(2), draw=rng.draw("drop"))  # no axis cuts it: alike anyway
 
 
 @MODES
 def test_every_draw_step_microbatch_unit_and_seed_differs_and_repeats(mode):
-    x, keywords = torch.ones(8, 8), {"layout": "[8, 8]"}
     rng = RngState(1, mode)
-    first = ops.dropout(x, rng=rng, draw="a", **keywords)
-    assert torch.equal(ops.dropout(x, rng=rng, draw="a", **keywords), first)
-    others = [ops.dropout(x, rng=rng, draw="b", **keywords)]
+
+    def mask(name, rng=rng):
+        return ops.dropout(torch.ones(8, 8), draw=rng.draw(name, layout="[8, 8]"))
+
+    first = mask("a")
+    assert torch.equal(mask("a"), first)
+    others = [mask("b")]
     moment = rng.moment
     rng.next_microbatch()
-    others.append(ops.dropout(x, rng=rng, draw="a", **keywords))
+    others.append(mask("a"))
     with rng.at(moment):  # recomputation
-        assert torch.equal(ops.dropout(x, rng=rng, draw="a", **keywords), first)
+        assert torch.equal(mask("a"), first)
     rng.next_step()
     assert rng.moment == (1, 0)
-    others.append(ops.dropout(x, rng=rng, draw="a", **keywords))
-    others.append(ops.dropout(x, rng=RngState(2, mode), draw="a", **keywords))
-    others.append(ops.dropout(x, rng=RngState(1, mode, unit=1), draw="a", **keywords))
+    others.append(mask("a"))
+    others.append(mask("a", RngState(2, mode)))
+    others.append(mask("a", RngState(1, mode, unit=1)))
     assert all(not torch.equal(a, b) for a, b in itertools.combinations([first, *others], 2))
 
 
@@ -195,11 +197,10 @@ def test_named_sizes():
     def on_rank(ranks):
         rng = RngState(1, "fast", MESH, ranks.coords)
         x = torch.ones(by_name[tuple(ranks.coords.values())].shape)
-        return mask(
-            x.shape, rng=rng, draw="op", layout="[batch/dp, seq, heads/tp * 3]", sizes=sizes
-        )
+        draw = rng.draw("op", layout="[batch/dp, seq, heads/tp * 3]", sizes=sizes)
+        return mask(x.shape, draw=draw)
 
-    sizes = (("batch", 5), ("seq", 2), ("heads", 4))
+    sizes = {"batch": 5, "seq": 2, "heads": 4}
     assert all(
         torch.equal(a, b) for a, b in zip(on_mesh(MESH, on_rank), by_name.values(), strict=True)
     )
@@ -227,7 +228,7 @@ def test_sizes_that_cannot_be_read(text):
 
 
 def one(shape, **more):
-    return {"rng": RngState(0), "draw": "op", "layout": str(Layout.whole(tuple(shape))), **more}
+    return {"draw": RngState(0).draw("op", layout=str(Layout.whole(tuple(shape)))), **more}
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -271,7 +272,7 @@ def test_channelwise_dropout_drops_channels(op, shape, mask_shape):
     y = op(torch.ones(shape), 0.5, True, **one(mask_shape))
     one_each = y[tuple(slice(size) for size in mask_shape)]
     assert torch.equal(y, one_each.expand_as(y)) and one_each.unique().numel() == 2
-    assert torch.equal(y, op(torch.ones(shape), 0.5, training=True, rng=RngState(0), draw="op"))
+    assert torch.equal(y, op(torch.ones(shape), 0.5, training=True, draw=RngState(0).draw("op")))
 
 
 def test_dropout_probability_is_checked():
@@ -397,7 +398,7 @@ def test_attention(case, monkeypatch):
     q, k, v = (
         torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes
     )
-    keywords = {"rng": RngState(0), "draw": "a", "layout": "[2, 4, 5, 7]", **QKV_MASKS[case]}
+    keywords = {"draw": RngState(0).draw("a", layout="[2, 4, 5, 7]"), **QKV_MASKS[case]}
     expected = F.scaled_dot_product_attention(q, k, v, **QKV_MASKS[case])
     torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v, **keywords), expected)
     gradient = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
@@ -411,7 +412,7 @@ def test_attention(case, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
     dropped = ops.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **keywords)
-    kept = mask((2, 4, 5, 7), rng=RngState(0), draw="a", layout="[2, 4, 5, 7]").double()
+    kept = mask((2, 4, 5, 7), draw=RngState(0).draw("a", layout="[2, 4, 5, 7]")).double()
     ones = torch.eye(7, dtype=torch.float64).expand(2, heads, 7, 7)
     weights = F.scaled_dot_product_attention(q, k, ones, **QKV_MASKS[case])
     values = v.repeat_interleave(4 // heads, 1)
@@ -429,7 +430,7 @@ def test_recurrent(name):
 
     def run(train, rng=None, draw="net"):
         arguments = (x, hx, net._flat_weights, True, 2, 0.5, train, False, False)
-        return getattr(ops, name)(*arguments, rng=rng or RngState(0), draw=draw)[0]
+        return getattr(ops, name)(*arguments, draw=(rng or RngState(0)).draw(draw))[0]
 
     net.eval()
     torch.testing.assert_close(run(False), net(x)[0])
@@ -458,7 +459,7 @@ def test_causal_attention_of_a_part_of_the_queries(heads, turns):
         """The form that is written out, with a probability too small to drop anything."""
         layout = f"[2, 4, {args[0].shape[2]}, 7]"
         return ops.scaled_dot_product_attention(
-            *args, dropout_p=1e-15, rng=RngState(0), draw="a", layout=layout, **keywords
+            *args, dropout_p=1e-15, draw=RngState(0).draw("a", layout=layout), **keywords
         )
 
     def of(axis, x):

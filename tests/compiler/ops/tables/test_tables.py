@@ -49,7 +49,7 @@ def call(function: Any, *args: Any, split: str, over: int = 2, **kwargs: Any) ->
 X, IMAGE = rand(4, 6), rand(4, 6, 3, 3)
 LOGITS, TARGET = rand(4, 7), torch.tensor([0, 6, -100, 3])
 IDS, TABLE = torch.tensor([[0, 3, 6]]), rand(7, 4)
-DRAWN = 'rng=self.rng, draw="call", layout='
+DRAWN = 'draw=self.draw("call", layout='
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ DRAWN = 'rng=self.rng, draw="call", layout='
             call(F.batch_norm, IMAGE, None, None, split="y0", training=True),
             "batch_norm(x0, None, None, training=True, batch_axes=(a,), count=36)",
         ),
-        (call(F.dropout, X, split="*0"), f'dropout(x0, {DRAWN}"[4/a, 6]")'),
-        (call(F.dropout, X, split=""), f'dropout(x0, {DRAWN}"[4, 6]")'),
-        (call(F.dropout2d, IMAGE, split="*2"), f'dropout2d(x0, {DRAWN}"[4, 6, 1, 1]")'),
-        (call(F.dropout2d, IMAGE, split="*1"), f'dropout2d(x0, {DRAWN}"[4, 6/a, 1, 1]")'),
-        (call(F.dropout1d, rand(4, 6, 3), split="*1"), f'dropout1d(x0, {DRAWN}"[4, 6/a, 1]")'),
+        (call(F.dropout, X, split="*0"), f'dropout(x0, {DRAWN}"[4/a, 6]"))'),
+        (call(F.dropout, X, split=""), f'dropout(x0, {DRAWN}"[4, 6]"))'),
+        (call(F.dropout2d, IMAGE, split="*2"), f'dropout2d(x0, {DRAWN}"[4, 6, 1, 1]"))'),
+        (call(F.dropout2d, IMAGE, split="*1"), f'dropout2d(x0, {DRAWN}"[4, 6/a, 1, 1]"))'),
+        (call(F.dropout1d, rand(4, 6, 3), split="*1"), f'dropout1d(x0, {DRAWN}"[4, 6/a, 1]"))'),
         (
             call(F.feature_alpha_dropout, IMAGE, training=True, split="*0"),
-            f'feature_alpha_dropout(x0, training=True, {DRAWN}"[4/a, 6, 1, 1]")',
+            f'feature_alpha_dropout(x0, training=True, {DRAWN}"[4/a, 6, 1, 1]"))',
         ),
         (
             call(
@@ -112,11 +112,11 @@ DRAWN = 'rng=self.rng, draw="call", layout='
                 dropout_p=0.5,
                 split="b1",
             ),
-            f'scaled_dot_product_attention(x0, x1, x2, dropout_p=0.5, {DRAWN}"[4, 6/a, 3, 5]")',
+            f'scaled_dot_product_attention(x0, x1, x2, dropout_p=0.5, {DRAWN}"[4, 6/a, 3, 5]"))',
         ),
         (
             call(torch.rand, 4, 6, split="a0", over=3),
-            f'rand(a.local_size(4), 6, {DRAWN}"[4/a, 6]")',
+            f'rand(a.local_size(4), 6, {DRAWN}"[4/a, 6]"))',
         ),
     ],
 )

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from shardwright.compiler.cost.time.adapter_time import end_to_end
 from shardwright.compiler.ir.graph import Tree
-from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut
+from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut, RankDraw
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
@@ -444,6 +444,8 @@ def _argument(op: IROp, key: str) -> str:
 def _argument_text(arg: object) -> str:
     if isinstance(arg, tuple):
         return f"({', '.join(map(_argument_text, arg))})"
+    if isinstance(arg, RankDraw):
+        return f"{arg.name} along {_axes_text(arg.axes)}"
     return arg.name if isinstance(arg, IRValue | AxisRef) else str(arg)
 
 

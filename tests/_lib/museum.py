@@ -18,6 +18,7 @@ from museum_models import program_of
 from museum_rules import expert, log_probability
 from mutations import PipelineMutation, ProgramMutation, RuleMutation
 
+from shardwright.compiler.ir.op import RankDraw
 from shardwright.compiler.ops.prover import OperatorCall, ProofReport
 from shardwright.compiler.passes.lower_stages import verify_pipeline
 from shardwright.compiler.passes.proved_schedule import schedule_of
@@ -728,7 +729,7 @@ DRAWS = Room(
             "Ranks with different parts of the sequence had the same seed, and dropped the same "
             "places of each.",
             "the mask of an S(tp) tensor is drawn for each piece, and was drawn for all",
-            InProgram("sp", m.called("dropout", axes=None)),
+            InProgram("sp", m.called("dropout", draw=RankDraw("dropout"))),
             "dropout is computed with",
         ),
         Exhibit(
@@ -737,7 +738,7 @@ DRAWS = Room(
             "Ranks that hold copies must drop the same elements, those with pieces different ones. "
             "With one setting for all, copies differ from then on.",
             "the mask of an R tensor is drawn alike, and was drawn for each rank",
-            InProgram("tp", m.called("dropout", axes=("tp",))),
+            InProgram("tp", m.called("dropout", draw=RankDraw("dropout", ("tp",)))),
             "dropout is computed with",
         ),
     ),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from shardwright.compiler.trace.context.fakes import note_caches
 
-THRESHOLDS = (500_000, 20, 100)
+THRESHOLDS = (2_000_000, 20, 100)
 """How many objects are made before the collector looks at those, and how many of its looks before
 it looks at older ones. A graph has hardly a circle, and grows all the time: with Python's own
 thresholds (700, 10, 10) a quarter of a large compile went by looking.
@@ -40,6 +40,10 @@ def only_new_objects() -> Iterator[None]:
     _entered += 1
     try:
         yield
+        if sets_aside:
+            # What is left hangs on no circle. As old objects the collector looks at it with all
+            # others of that age, not at once.
+            gc.freeze()
     finally:
         _entered -= 1
         if raises:

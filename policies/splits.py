@@ -141,9 +141,7 @@ def split_dims(
 
 def add_strategies(builder: PlanBuilder, axis: str, strategies: Mapping[str, Strategy]) -> None:
     """Give operators their strategies along an axis; R need not be said."""
-    for name, strategy in strategies.items():
-        if strategy != "R":
-            builder.strategy(name, axis, strategy)
+    builder.strategies(axis, {name: found for name, found in strategies.items() if found != "R"})
 
 
 def _along_positions(

@@ -98,8 +98,12 @@ class Unifier:
 
     def unify(self, left: list[Node], right: list[Node], where: str) -> None:
         """Make two descriptions of one dim the same, refining where sizes differ."""
-        if len(left) == len(right) == 1 and left[0].root() is right[0].root():
-            return  # by far the most: they met before
+        if len(left) == len(right) == 1:  # by far the most: two nodes that are whole
+            x, y = left[0].root(), right[0].root()
+            if x is y or (x.size == 1 == y.size):
+                return
+            if x.size == y.size and not (x.kids or y.kids) and self._merge(x, y):
+                return
         a, b = flatten(left), flatten(right)
         # Invariant: what stands before ``a`` and ``b`` is the same dims on both sides. Each round
         # makes their first nodes one, or refines the larger of them, and tries again.
@@ -232,26 +236,42 @@ def infer_dims(graph: IRGraph) -> IRGraph:
             roots.append(node)
         return indices[id(node)]
 
+    # Most dims are one node, and most nodes are dims of many operators and values.
+    leaves: dict[int, tuple[Node, ...]] = {}
+
+    def pieces_of(node: Node) -> tuple[Node, ...]:
+        """The leaves of one node."""
+        root = node.root()
+        if id(root) not in leaves:
+            leaves[id(root)] = tuple(flatten((root,)))
+        return leaves[id(root)]
+
     # A factor becomes the product of the leaves of its node, and each leaf is a dim of the model.
     ops, factors = [], {}
     # Calls that share a rule share the refined one, where their factors have the same pieces.
-    known: dict[Hashable, OpRule] = {}
+    known: dict[Hashable, tuple[OpRule, list[list[str]]]] = {}
     for op in graph.ops:
-        pieces = {f.name: flatten((factor_nodes[op.name, f.name],)) for f in _rule(op).factors}
-        key = id(_rule(op)), tuple([tuple(map(_segments, nodes)) for nodes in pieces.values()])
+        rule = _rule(op)
+        pieces = [pieces_of(factor_nodes[op.name, factor.name]) for factor in rule.factors]
+        key = id(rule), tuple([tuple(map(_segments, nodes)) for nodes in pieces])
         if key not in known:
-            known[key] = refine(_rule(op), pieces)
-        ops.append(op.changed(rule=known[key]))
-        for factor in _rule(op).factors:
-            for name, node in zip(
-                piece_names(factor, pieces[factor.name]), pieces[factor.name] or [], strict=False
-            ):
+            by_name = {f.name: list(nodes) for f, nodes in zip(rule.factors, pieces, strict=True)}
+            names = [piece_names(factor, by_name[factor.name]) for factor in rule.factors]
+            known[key] = refine(rule, by_name), names
+        refined_rule, names = known[key]
+        ops.append(op.changed(rule=refined_rule))
+        for piece_names_, leaves_ in zip(names, pieces, strict=True):
+            for name, node in zip(piece_names_, leaves_, strict=False):
                 factors[op.name, name] = index_of(node)
     # Values are told by numbers of dims: ``[8, 12 x 64]`` may be ``((0,), (1, 2))``.
     values: dict[str, tuple[tuple[int, ...], ...]] = {}
     for name, dims_nodes in value_nodes.items():
-        dims_indices = [map(index_of, flatten(nodes)) for nodes in dims_nodes]
-        values[name] = tuple(map(tuple, dims_indices))
+        values[name] = tuple(
+            [
+                tuple([index_of(leaf) for node in nodes for leaf in pieces_of(node)])
+                for nodes in dims_nodes
+            ]
+        )
     # Where parameters have a dim, such as ``h.0.mlp.weight:1``, which may give it its name.
     parameters: dict[int, list[str]] = {}
     for value in graph.parameters:
@@ -306,8 +326,10 @@ def _taken_apart(
     """
     source = rule.operands[0]
     for dim, refs in enumerate(source):
+        if len(refs) != 2:  # most dims
+            continue
         parts = _parts(value_nodes[op.operands[0].name][dim])
-        if len(refs) != 2 or len(parts) < 2 or len(parts) != len(rule.results):
+        if len(parts) < 2 or len(parts) != len(rule.results):
             continue
         count, piece = refs
         size = rule.factor(piece.factor).size

@@ -39,7 +39,7 @@ from shardwright.compiler.plan.check import (
     suggestion,
 )
 from shardwright.compiler.plan.plan import Note, Plan, PlannedLoop
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, checked_late
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -138,12 +138,18 @@ class PlanBuilder:
         """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an
         axis.
         """
-        found = self._op(op)
+        return self.strategies(axis, {self._op(op).name: strategy})
+
+    @checked
+    def strategies(self, axis: str, of_ops: Mapping[str, str]) -> PlanBuilder:
+        """Give operators, by name, their strategies along an axis."""
         self._check_axis(axis)
-        assignment = {**self._strategies.get(found.name, {}), axis: strategy}
-        check_assignment(found, assignment, self.mesh, self.graph.dims)
-        self._strategies.setdefault(found.name, {})[axis] = strategy
-        self._exchanges.get(found.name, {}).pop(axis, None)
+        for name, strategy in of_ops.items():
+            found = self._op(name)
+            assignment = {**self._strategies.get(name, {}), axis: strategy}
+            check_assignment(found, assignment, self.mesh, self.graph.dims)
+            self._strategies.setdefault(name, {})[axis] = strategy
+            self._exchanges.get(name, {}).pop(axis, None)
         return self
 
     @checked
@@ -363,7 +369,7 @@ class PlanBuilder:
         self._outputs[path] = wish
         return self
 
-    @checked
+    @checked_late
     def pieces(self, op: IROp) -> dict[str, int]:
         """The number of pieces into which an operator's strategies so far cut each factor."""
         strategies = self._strategies.get(op.name)

@@ -51,7 +51,7 @@ def test_only_what_is_made_inside_is_collected_there() -> None:
 @pytest.mark.parametrize(
     ("outside", "inside"),
     spread(
-        [((700, 10, 10), THRESHOLDS), ((0, 10, 10), (0, 10, 10)), ((10**6, 5, 5), (10**6, 5, 5))], 3
+        [((700, 10, 10), THRESHOLDS), ((0, 10, 10), (0, 10, 10)), ((10**7, 5, 5), (10**7, 5, 5))], 3
     ),
 )
 def test_it_looks_rarely_inside_and_as_before_afterwards(
@@ -68,6 +68,12 @@ def test_it_looks_rarely_inside_and_as_before_afterwards(
         assert gc.get_threshold() == outside
     finally:
         gc.set_threshold(*before)
+
+
+def test_what_is_left_is_not_looked_at_at_once() -> None:
+    with only_new_objects():
+        kept = [[number] for number in range(1000)]
+    assert gc.get_count()[0] < len(kept) / 2
 
 
 @pytest.mark.slow

@@ -28,23 +28,28 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import (
     FakeTensor,
-    FakeTensorMode,
     in_kernel_invocation_manager,
 )
 
 from shardwright.compiler.ops.stand_ins import combine, dispatch, grouped_linear
 from shardwright.compiler.trace.calls.plain_views import indexed_part
 from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
-from shardwright.compiler.trace.context.fakes import new_fake
+from shardwright.compiler.trace.context.fakes import TraceMode, new_fake
 
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_IN_PYTHON = frozenset({dispatch, grouped_linear, combine})
+_IN_PYTHON = frozenset({dispatch, grouped_linear, combine, F.silu})
 """Functions in Python that depend on their arguments alone. Of torch's own many warn, at the line
 that calls them.
 """
-_BY_MORE = frozenset({F.scaled_dot_product_attention, torch.as_strided, torch.Tensor.as_strided})
-"""Functions whose results depend on more than keys hold: on which kernels are allowed, or on where
-in its memory a tensor begins.
+_BY_MORE = frozenset({torch.as_strided, torch.Tensor.as_strided})
+"""Functions whose results depend on more than keys hold: on where in its memory a tensor begins."""
+_KERNELS = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_overrideable_sdp_enabled, torch._C._get_sdp_priority_order,
+)  # fmt: skip
+"""They say which kernels of attention are allowed, in which order: the strides of what it gives
+follow from that, too.
 """
 _PLAIN = (
     bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device,
@@ -81,7 +86,7 @@ class _NotPlain(Exception):
 class RepeatedCalls:
     """The calls of one trace, and what they gave."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: TraceMode) -> None:
         self._mode = mode
         self._known: dict[Hashable, _Results | None] = {}
         # Results of calls with gradients follow from it. Their own history is never walked.
@@ -99,6 +104,8 @@ class RepeatedCalls:
         parts: list[Any] = [
             function, torch.is_grad_enabled(), autocast_dtype(), torch.get_default_dtype()
         ]  # fmt: skip
+        if function is F.scaled_dot_product_attention:
+            parts += [str(allowed()) for allowed in _KERNELS]
         try:
             _add(parts, args)
             for name, value in kwargs.items():
@@ -161,7 +168,7 @@ class RepeatedCalls:
                 result.shape,
                 result.stride,
             )
-        return FakeTensor(self._mode, memory, _CPU)
+        return self._mode.fake(memory)
 
 
 class _Follow(torch.autograd.Function):

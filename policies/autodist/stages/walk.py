@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+import torch
+
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import (
@@ -301,6 +303,8 @@ class Walk:
     def _parameters(self) -> Iterator[Held]:
         setting, config = self.setting, self.setting.config
         homes = self._uses()
+        # What parameters of one layout take is worked out once: those of layers are alike.
+        known: dict[tuple[Layout, torch.dtype], tuple[float, float, float, float, float]] = {}
         for declaration in self.program.declarations:
             # A buffer holds its bytes and nothing else.
             value, layout, places = (
@@ -311,6 +315,9 @@ class Walk:
             num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
             if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
                 yield Held(places, num_bytes, num_bytes)
+                continue
+            if (alike := (layout, value.dtype)) in known:
+                yield Held(places, *known[alike], declaration)
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
@@ -324,7 +331,8 @@ class Walk:
                 setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
-            yield Held(places, held, shared, each_s, once_s, gradient, declaration)
+            known[alike] = held, shared, each_s, once_s, gradient
+            yield Held(places, *known[alike], declaration)
 
     def _uses(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer to the places of its readers, ascending; of readers that every stage

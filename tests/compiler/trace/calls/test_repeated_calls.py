@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tracing import traced as held
 
 from shardwright.compiler.ir.printer import print_graph
@@ -160,7 +161,9 @@ def test_other_indices_are_left_to_torch(index: Any) -> None:
 
 
 class Casts(nn.Module):
-    """Calls of one function that differ in the types of numbers, in autocast and in gradients."""
+    """Calls of one function that differ in the types of numbers, in autocast, in gradients and in
+    the kernels that are allowed.
+    """
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         index = x.argmax(-1)
@@ -173,6 +176,11 @@ class Casts(nn.Module):
         assert (whole.dtype, real.dtype, flag.dtype) == (torch.int64, torch.float32, torch.int64)
         assert (plain.dtype, low.dtype) == (torch.float32, torch.bfloat16)
         assert plain.requires_grad and not cut.requires_grad
+        heads = x.new_zeros(2, 3, 4, 3).transpose(1, 2)
+        fused = F.scaled_dot_product_attention(heads, heads, heads)
+        with sdpa_kernel([SDPBackend.MATH]):
+            written_out = F.scaled_dot_product_attention(heads, heads, heads)
+        assert fused.stride() != written_out.stride()
         assert not plain.is_leaf and plain.grad_fn is not None
         return (plain + low + cut).sum() * real.sum() * whole.sum() * flag.sum()
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
 from shardwright.policies.autodist.candidates.mesh_requests import (
     LeastStep,
     MeshRequest,
@@ -198,11 +197,7 @@ class MeshSearch:
 
     def _despite_overlap(self, fastest: PlacedModel, num_positions: int) -> PlacedModel:
         """The placement with a bound that also holds where collectives run beside passes."""
-        # The schedule that may hide most decides, as the bound is for all of them.
-        chunks = [found.chunks for found in self.state.named_schedules(num_positions)]
-        share = share_despite_overlap(
-            self.state.config, num_positions, max(chunks, default=1), self.space.num_microbatches
-        )
+        share = self.state.share_despite_overlap(num_positions)
         if share == 1.0:
             return fastest
         proof = (

@@ -161,15 +161,23 @@ class Search:
 
     def _bound(self) -> None:
         """State what no plan takes less than, as far as that is known."""
-        self.simple_policies.note(self.meshes.placed, self.meshes.left)
+        simple_policies, placed, left = self.simple_policies, self.meshes.placed, self.meshes.left
+        simple_policies.bound_theirs(placed)
         self.meshes.bound_unanswered()
         # Raising bounds takes time and may be interrupted; the answer stands.
         try:
             self.clock.reserve(0.0)  # this is what was kept
             self.meshes.bound_untried()
             raise_bounds(self.state)
+            # What bounds leave of the time is for plans that there was no time to compare with.
+            if self.result.audited and self.result.interrupted != INTERRUPT:
+                before_s = self.state.best_s()
+                simple_policies.run(placed, left)
+                if self.state.best_s() < before_s:
+                    raise_bounds(self.state)
         except KeyboardInterrupt:
             self.result.interrupted = INTERRUPT
+        simple_policies.note(placed, left)
         self.result.arithmetic_bound_s = arithmetic_bound_s(
             self.graph,
             self.config,

@@ -20,6 +20,7 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
 from shardwright.policies.autodist.candidates.mesh_requests import (
     MeshRequest,
     NoPlacement,
@@ -289,6 +290,14 @@ class SearchState:
             if isinstance(error, NoPlacement):
                 self.result.needed_bytes[title] = error.needed_bytes
             return None
+
+    def share_despite_overlap(self, num_positions: int) -> float:
+        """What a step takes of all its work at least, whatever collectives run beside passes."""
+        # The schedule that may hide most decides, as a bound is for all of them.
+        chunks = [found.chunks for found in self.named_schedules(num_positions)]
+        return share_despite_overlap(
+            self.config, num_positions, max(chunks, default=1), self.space.num_microbatches
+        )
 
     def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
         """A placement lowered. One on the first ranks is kept for stages that differ."""

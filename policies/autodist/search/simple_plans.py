@@ -45,7 +45,7 @@ from shardwright.policies.autodist.search.simple_rules import (
     Rules,
     Way,
 )
-from shardwright.policies.autodist.stages.block_costs import operator_times
+from shardwright.policies.autodist.search.simple_times import SimpleTimes
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import cutter_of, with_regions
@@ -54,8 +54,8 @@ from shardwright.runtime.layout import Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
 
 SIMPLE_SLACK = 0.95
-"""Plans are audited whose parts take less than the best plan, and no more than the memory, after
-this factor: at a boundary adapters may be saved.
+"""Plans are audited whose parts take no more than the memory after this factor: at a boundary
+adapters may be saved.
 """
 
 
@@ -103,16 +103,15 @@ def simple_plans(
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config
+    fewest = num_positions * min((each.chunks for each in named_schedules), default=1)
     # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
     recomputed = [
         (again, patterns, with_regions(rules.needed, patterns))
         for again, patterns in _recomputed(mesh, space, rules).items()
     ]
     for way in rules.ways(mesh):
-        if (
-            SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting)
-            >= below_s
-        ):
+        alone_s = sum(rules.alone_s(mesh, way, setting))
+        if _even_s(alone_s, num_positions, setting) >= below_s:
             continue
         placement = _placement(graph, way, space.constraints(mesh))
         if placement is None:
@@ -125,11 +124,11 @@ def simple_plans(
             unmarked = Walk(lower(rules.needed, plan), setting)
         except PlanError:  # a rule for other models: its layouts do not follow from one another
             continue
-        times = list(operator_times(unmarked).values())
-        if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
-            continue
         for again, recompute, marked in recomputed:
             walk = unmarked.recomputing(marked, recompute) if recompute else unmarked
+            times = SimpleTimes(walk)
+            if _even_s(times.least_s(fewest), num_positions, setting) >= below_s:
+                continue
             # Where stages begin, for every schedule.
             on = partial(
                 _simple_plans, marked, walk, times, again, way.whose, num_positions, pp_place,
@@ -183,7 +182,7 @@ def _by_even_bytes(
 def _simple_plans(
     marked: PlannableGraph,
     walk: Walk,
-    times: Sequence[float],
+    times: SimpleTimes,
     again: str,
     whose: str,
     num_positions: int,
@@ -195,10 +194,14 @@ def _simple_plans(
     """The plans of one way on these schedules, but for those whose parts take too long."""
     plan, setting = walk.program.plan, walk.setting
     ranks = position_ranks(plan.mesh, num_positions, pp_place)
-    for cut in _cuts(marked, walk, named_schedules, num_positions, pp_place, space):
-        if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
+    # Finding where stages begin takes longest.
+    promising = [
+        each for each in named_schedules if _filled_s(times, each, num_positions, setting) < below_s
+    ]
+    for cut in _cuts(marked, walk, promising, num_positions, pp_place, space):
+        if cut.busiest_s(times, setting) >= below_s:
             continue
-        least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
+        least_s, in_flight, cut_plan = space.num_microbatches * times.least_s(1), [1], plan
         # A schedule is simulated; without one a step is its operators, one after the other.
         if cut.named_schedule.name:
             schedule = generate(
@@ -208,7 +211,7 @@ def _simple_plans(
                 cut.named_schedule.chunks,
             )
             splits = SCHEDULES[cut.named_schedule.name].splits_backward and not walk.regions
-            least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
+            least_s = _least_s(times, schedule, cut.spans, ranks, splits=splits)
             in_flight = list(peak_in_flight(schedule))
             cut_plan = staged(
                 plan,
@@ -242,13 +245,13 @@ class _Cut:
     starts: Sequence[str]
     spans: Sequence[range]
 
-    def busiest_s(self, seconds: Sequence[float], setting: Setting) -> float:
-        """What all microbatches take on the position that has most to do, where operators take so
-        many ``seconds``: at most as long as the schedule.
+    def busiest_s(self, times: SimpleTimes, setting: Setting) -> float:
+        """What all microbatches take at least on the position that has most to do: at most as long
+        as the schedule.
         """
         positions = dict.fromkeys(self.placement, 0.0)
         for position, own in zip(self.placement, self.spans, strict=True):
-            positions[position] += sum(seconds[own.start : own.stop])
+            positions[position] += sum(times.stage(own))
         sharing = setting.hardware.device.sharing
         fastest = 1.0 if sharing is None else sharing.speed(1)  # of a position, while others wait
         each_s = max(sum(positions.values()) / len(positions), max(positions.values()) / fastest)
@@ -277,11 +280,33 @@ def _cuts(
             yield _Cut(named_schedule, schedule.placement, starts, _spans(graph, starts))
 
 
-def _even_s(seconds: Sequence[float], num_positions: int, setting: Setting) -> float:
-    """What all microbatches take at least, however operators that take so many ``seconds`` are
-    dealt out over positions.
+def _even_s(seconds: float, num_positions: int, setting: Setting) -> float:
+    """What all microbatches take at least, however the ``seconds`` of one are dealt out over
+    positions.
     """
-    return setting.num_microbatches * sum(seconds) / num_positions
+    return setting.num_microbatches * seconds / num_positions
+
+
+def _filled_s(
+    times: SimpleTimes, named_schedule: NamedSchedule, num_positions: int, setting: Setting
+) -> float:
+    """What a schedule takes at least, wherever its stages begin.
+
+    With one stage on each position and whole backwards, position ``p`` waits until a microbatch has
+    gone through the positions before it, and these wait for its last gradient. So with ``w_p``
+    seconds of a microbatch there and ``S_p`` before it, a step of ``m`` microbatches takes
+    ``T >= m w_p + S_p``. That is ``T - S_{p+1} >= (1 - 1/m) (T - S_p)``, and over ``P`` positions
+    with ``W`` seconds in all ``T >= W / (1 - (1 - 1/m)^P)``.
+
+    Example: 64 microbatches of 8 s on 8 positions take at least 67.6 s, and not 64.
+    """
+    count, num_stages = setting.num_microbatches, num_positions * named_schedule.chunks
+    work_s = times.least_s(num_stages)
+    # A rank that shares its cores is faster while others wait.
+    is_shared = setting.hardware.device.sharing is not None
+    if named_schedule.name not in ("1f1b", "gpipe") or named_schedule.chunks > 1 or is_shared:
+        return _even_s(work_s, num_positions, setting)
+    return work_s / (1 - (1 - 1 / count) ** num_positions)
 
 
 def _placement(graph: PlannableGraph, way: Way, constraints: Constraints) -> Plan | None:
@@ -301,27 +326,26 @@ def _placement(graph: PlannableGraph, way: Way, constraints: Constraints) -> Pla
 
 
 def _least_s(
-    walk: Walk,
-    seconds: Sequence[float],
+    of: SimpleTimes,
     schedule: Schedule,
     spans: Sequence[range],
     ranks: Sequence[tuple[int, ...]],
     *,
     splits: bool,
 ) -> float:
-    """The schedule with the times of its stages. ``seconds``: of operators, 0 where they do not
-    count. ``ranks``: by position.
-    ``splits``: backwards come in two parts.
+    """The schedule with the least times of its stages. ``ranks``: by position. ``splits``: whether
+    backwards come in two parts.
     """
-    times = []
+    walk, times = of.walk, []
     for own in spans:
         # A stage is a range of operators.
-        forward_s, backward_s = (
-            sum(side[i] for i in own if seconds[i]) for side in (walk.forward_s, walk.backward_s)
-        )
-        parts = (
-            walk.backward_parts(own.start, own.stop) if splits and own.start else (0.0, backward_s)
-        )
+        forward_s, backward_s = of.stage(own)
+        parts = (0.0, backward_s)
+        if splits and own.start:
+            # Adapters may be saved of either part.
+            saved_s = of.saved_s(own)
+            input_s, weight_s = walk.backward_parts(own.start, own.stop)
+            parts = max(0.0, input_s - saved_s), max(0.0, weight_s - saved_s)
         times.append(StageTimes(forward_s, *parts, backward_s))
     config, sharing = walk.setting.config, walk.setting.hardware.device.sharing
     machines = (

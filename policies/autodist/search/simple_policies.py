@@ -35,13 +35,14 @@ from shardwright.policies.autodist.search.auditing import (
 from shardwright.policies.autodist.search.loss_pieces import most_saved_bytes
 from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
-    SIMPLE_SLACK,
     SimplePlan,
     simple_plans,
 )
 from shardwright.policies.autodist.search.simple_rules import Rules
+from shardwright.policies.autodist.search.zigzag_bounds import ZigzagBounds
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
 
 SIMPLY_CUT = ", in the stages of a simple policy"
 """What follows the mesh in titles of such plans."""
@@ -89,6 +90,7 @@ class SimplePolicies:
         self._listings: dict[PipelineMesh, _Listing] = {}
         self._tried: dict[str, PipelineMesh] = {}  # titles of plans that were audited, and where
         self._kept = KEPT_SHARES[0]
+        self._placed: dict[PipelineMesh, PlacedMesh] = {}
 
     def keep_time(self, num_meshes: int) -> None:
         """Keep a share of the time for :meth:`run`, which comes last. On a mesh, making their plans
@@ -158,6 +160,7 @@ class SimplePolicies:
         """
         if not self.space.simple:
             return
+        self._placed = {placed.where: placed for placed in placed_meshes}
         # Meshes by their bound, and those that were never placed.
         zigzag = self._in_zigzag([*(placed.where for placed in placed_meshes), *left])
         self._compare(deque(self._ordered(placed_meshes, [*left, *zigzag])))
@@ -171,7 +174,7 @@ class SimplePolicies:
             found, all_of = self._gathered(waiting, share)
             for simple, where, placed_mesh in found:
                 # Sorted: nothing behind it can win.
-                if SIMPLE_SLACK * simple.least_s >= self.state.beaten_s():
+                if simple.least_s >= self.state.beaten_s():
                     break
                 if _title(simple, where) in self._tried:
                     continue
@@ -207,7 +210,7 @@ class SimplePolicies:
             waiting and (not found or self.clock.spent() <= share) and self._has_time(SIMPLE_PLANS)
         ):
             where, placed_mesh = waiting.popleft()
-            if placed_mesh is None or placed_mesh.bound_s < self.state.beaten_s():
+            if self._bound_s(where) < self.state.beaten_s():
                 listing = self._plans(where, share)
                 found += [(simple, where, placed_mesh) for simple in listing.found]
                 # More plans of this mesh come later.
@@ -218,21 +221,43 @@ class SimplePolicies:
                 del self._listings[where]
         return sorted(found, key=lambda item: item[0].least_s), all_of
 
+    def bound_theirs(self, placed_meshes: Sequence[PlacedMesh]) -> None:
+        """Give their plans the bounds of meshes that were placed since."""
+        known = {placed.where: placed for placed in placed_meshes}
+        self.result.audited = [self._bounded(candidate, known) for candidate in self.result.audited]
+
     def note(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
         """Note where there was no time for them."""
         if not self.space.simple:
             return
-        known = {placed_mesh.where: placed_mesh for placed_mesh in placed_meshes}
-        self.result.audited = [self._bounded(candidate, known) for candidate in self.result.audited]
+        known = self._placed = {placed.where: placed for placed in placed_meshes}
         for where in (*known, *left, *self._in_zigzag([*known, *left])):
             number, mesh, pp_place = where
-            bound_s = known[where].bound_s if where in known else 0.0
             # It was compared, or it cannot be better: the answer says that something was.
-            if where in self._compared or bound_s >= self.state.beaten_s():
+            if where in self._compared or self._bound_s(where) >= self.state.beaten_s():
                 self.result.is_compared = True
             else:
                 mesh = known[where].fastest.plan.mesh if where in known else mesh
                 self.result.not_compared.append(mesh_title(number, mesh, pp_place))
+
+    def _bound_s(self, where: PipelineMesh) -> float:
+        """What no plan on a mesh takes less than: as the model was placed on it, or, in zigzag, on
+        the same mesh with one piece for each rank.
+        """
+        if where in self._placed:
+            return self._placed[where].bound_s
+        number, mesh, pp_place = where
+        in_pieces = self._placed.get(where._replace(mesh=Mesh(mesh.axes)))
+        if in_pieces is None or not mesh.turns:
+            return 0.0
+        setting = self.state.setting(position_ranks(mesh, number, pp_place)[0])
+        return self._zigzag_bounds.bound_s(
+            mesh, in_pieces, setting, self.state.share_despite_overlap(number)
+        )
+
+    @cached_property
+    def _zigzag_bounds(self) -> ZigzagBounds:
+        return ZigzagBounds(self._rules.counted)
 
     def _in_zigzag(self, wheres: Sequence[PipelineMesh]) -> list[PipelineMesh]:
         """Meshes of a search with an axis that deals in zigzag: these it does not place itself."""

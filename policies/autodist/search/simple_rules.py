@@ -96,6 +96,11 @@ class Rules:
         """The patterns of what layers have beside attention."""
         return around_attention(self.needed)
 
+    @property
+    def counted(self) -> list[IROp]:
+        """The operators whose time counts."""
+        return [op for op in self._counted if op is not None]
+
     @cached_property
     def _counted(self) -> Sequence[IROp | None]:
         """The operators whose time counts, by place. Those that every stage makes for itself do

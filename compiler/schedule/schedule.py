@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.runtime.arguments import checked_fields
+from shardwright.runtime.hashed_once import HashedOnce, hashed_once
 from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 RankActions = tuple[ScheduleAction, ...]
 """What one rank does, in order."""
 
 
+@hashed_once
 @checked_fields
-@dataclass(frozen=True)
-class Schedule:
+@dataclass(frozen=True, slots=True)
+class Schedule(HashedOnce):
     """The order of work of a pipeline.
 
     ``placement[stage]`` is the stage's rank, ``actions[rank]`` what that rank does. A rank here is

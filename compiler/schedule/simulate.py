@@ -152,11 +152,16 @@ def _run(
     begins_s: Mapping[int, float] | None,
 ) -> _Run:
     """A run that has not begun."""
-    dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
+    dataflow = _chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
     if len(by_stage) < schedule.num_stages:
         raise PlanError(f"times of {len(by_stage)} stages for a schedule of {schedule.num_stages}")
     return _Run(schedule, by_stage, transfer_s, *_execution(schedule, dataflow), begins_s or {})
+
+
+@functools.lru_cache(maxsize=64)
+def _chain(num_stages: int) -> Dataflow:
+    return Dataflow.chain(num_stages)
 
 
 @functools.lru_cache(maxsize=8)

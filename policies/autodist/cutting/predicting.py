@@ -9,7 +9,7 @@ after the last action, also where they may run beside others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,8 +96,23 @@ class Prediction:
     def _setting(self) -> Setting:
         return self.cut_request.placements[0].walk.setting
 
+    @cached_property
+    def _known(self) -> dict[Hashable, StageTimes]:
+        """The times of stages so far: cuts that differ a little have most stages in common."""
+        return {}
+
     def _times(self, split: Split, index: int, boundaries: Sequence[Boundary]) -> StageTimes:
         """One microbatch of a stage."""
+        stages = split.stages
+        # What comes in depends on where this stage begins and ends, what goes out on the next one.
+        around = [id(boundary) for boundary in boundaries[max(0, index - 1) : index + 1]]
+        behind = [(after.start, after.stop) for after in stages[index + 1 : index + 2]]
+        key = stages[index], not index, *around, *behind
+        if key not in self._known:
+            self._known[key] = self._stage_times(split, index, boundaries)
+        return self._known[key]
+
+    def _stage_times(self, split: Split, index: int, boundaries: Sequence[Boundary]) -> StageTimes:
         stage = split.stages[index]
         table, span = self.tables[stage.placement], (stage.start, stage.stop)
         again_s = sum(table.blocks[block].again[way].time_s for block, way in stage.recomputed)

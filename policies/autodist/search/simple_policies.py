@@ -251,6 +251,9 @@ class SimplePolicies:
         if in_pieces is None or not mesh.turns:
             return 0.0
         setting = self.state.setting(position_ranks(mesh, number, pp_place)[0])
+        # It takes a moment: none after the end.
+        if self.clock.left_s <= 0.0 and not self._zigzag_bounds.has(mesh, setting):
+            return 0.0
         return self._zigzag_bounds.bound_s(
             mesh, in_pieces, setting, self.state.share_despite_overlap(number)
         )
@@ -290,7 +293,10 @@ class SimplePolicies:
             for placed_mesh in placed_meshes
             if placed_mesh.bound_s < self.state.beaten_s()
         }
-        meshes = [*known, *left]
+        # Those in zigzag have a bound, too.
+        meshes = [
+            where for where in (*known, *left) if self._bound_s(where) < self.state.beaten_s()
+        ]
         if len(meshes) > 1:
             meshes.sort(key=self.state.likely_s)
         return [(where, known.get(where)) for where in meshes]

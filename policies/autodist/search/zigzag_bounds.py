@@ -69,6 +69,10 @@ class ZigzagBounds:
         self._kinds = Counter(map(Alike, ops))
         self._known: dict[tuple[Mesh, tuple[int, ...]], _Work] = {}
 
+    def has(self, mesh: Mesh, setting: Setting) -> bool:
+        """Whether what a bound needs is known already."""
+        return (mesh, setting.ranks) in self._known
+
     def bound_s(
         self, mesh: Mesh, in_pieces: PlacedMesh, setting: Setting, share: float = 1.0
     ) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -37,6 +38,21 @@ HOPELESS = -1e4
 
 MOST_SCORES = 2**22
 """The most scores that are written out at a time, of all samples and heads."""
+
+CALL_FLOP = {"cpu": 2**22, "cuda": 2**33}
+"""The floating-point operations that attention makes in the time that a call of its kernel takes,
+with what it takes to merge the output.
+
+That of a CPU was measured: 0.06 ms at 70 GFLOP/s. That of a GPU is put together from two numbers.
+Each tile is 12 operators (``compiler/cost/time/attention_calls.py``), and one is taken to cost 5 us
+of the host, as in the presets of machines. An H100 computes causal attention at 245 TFLOP/s, with
+its backward (2 x 16 heads, 4096 queries of width 128: ``benchmarks/RESULTS.md``). That is 2**34.
+The half of it stands here, as the pairs that take the place of calls are behind a mask, and the
+kernel for these takes twice as long. No GPU has measured it as a whole.
+"""
+
+LEAST_CAUSAL = 128
+"""The fewest queries of a causal block that is cut for the kernel of CPUs."""
 
 
 Flat = Literal["mean", "constant", "nan"]
@@ -192,9 +208,66 @@ def attend_backward(
     return BlockGrads(*(x.flip(2) for x in narrow) if block.flipped else narrow)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """A part of a block: these of its queries with these of its keys."""
+
+    block: Block
+    queries: Run
+    keys: Run
+
+
+def parts_of_backward(kernel: Kernel, block: Block) -> Sequence[BlockPart]:
+    """The parts in which the gradients of a block are computed, and added up.
+
+    torch's kernel of CPUs computes 512 keys at a time, seen or not. So the backward of a causal
+    block of 512 queries takes as long as that of one which sees all. It is cut into two causal
+    blocks of 256 queries and a rectangle, and these further, as long as that saves more than calls
+    cost: 3.2 in the place of 4.1 ms for 4 heads of width 32. (The forward would gain little, as
+    outputs have to be merged.) Blocks of fake tensors stay whole, as they are for other kernels.
+    """
+    num_queries, num_keys = block.query.shape[2], block.key.shape[2]
+    whole = BlockPart(block, (0, num_queries), (0, num_keys))
+    is_plain = block.causal and block.bias is None and num_queries == num_keys
+    if not is_plain or not isinstance(kernel, CpuFlash) or isinstance(block.query, FakeTensor):
+        return (whole,)
+    pair_flop = 2 * block.query.shape[:2].numel() * (block.query.shape[3] + block.value.shape[3])
+    # Two more calls, each with its additions.
+    cut = _halved(num_queries, 2 * CALL_FLOP["cpu"] // max(1, pair_flop))
+    if len(cut) == 1:
+        return (whole,)
+    parts = []
+    for rows, columns in cut:
+        query, key, value = (
+            block.query.narrow(2, *rows),
+            block.key.narrow(2, *columns),
+            block.value.narrow(2, *columns),
+        )
+        own = replace(block, query=query, key=key, value=value, causal=rows == columns)
+        parts.append(BlockPart(own, rows, columns))
+    return parts
+
+
+@lru_cache(maxsize=256)
+def _halved(size: int, worth: int) -> tuple[tuple[Run, Run], ...]:
+    """The parts of a causal block of so many queries, as queries and keys, cut in halves as long as
+    a half saves more than ``worth`` pairs. The queries and keys of a causal part are the same.
+    """
+    half = -(-size // 128) * 64  # kernels take 64 queries at a time
+    if size < LEAST_CAUSAL or half * (size - half) <= worth:
+        return (((0, size), (0, size)),)
+    later = tuple(
+        ((half + rows[0], rows[1]), (half + columns[0], columns[1]))
+        for rows, columns in _halved(size - half, worth)
+    )
+    return (*_halved(half, worth), *later, ((half, size - half), (0, half)))
+
+
 class CpuFlash:
     """torch's flash attention for CPUs. It reads wrong memory, silently, where the last dim is not
     dense, and ends the process where there are no queries or keys.
+
+    It computes 512 keys at a time, seen or not: see :func:`parts_of_backward`.
     """
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:

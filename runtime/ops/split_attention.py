@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from shardwright.runtime.marks import Marks, Seen
 from shardwright.runtime.ops.attention_blocks import (
+    CALL_FLOP,
     Block,
     Flat,
     as_bias,
@@ -41,6 +42,7 @@ from shardwright.runtime.ops.attention_blocks import (
     kernel_for,
     merge,
     merging_dtype,
+    parts_of_backward,
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
 from shardwright.runtime.ops.attention_rows import (
@@ -61,18 +63,6 @@ from shardwright.runtime.visible_keys import (
     all_keys,
     earlier_keys,
 )
-
-CALL_FLOP = {"cpu": 2**22, "cuda": 2**33}
-"""The floating-point operations that attention makes in the time that a call of its kernel takes,
-with what it takes to merge the output.
-
-That of a CPU was measured: 0.06 ms at 70 GFLOP/s. That of a GPU is put together from two numbers.
-Each tile is 12 operators (``compiler/cost/time/attention_calls.py``), and one is taken to cost 5 us
-of the host, as in the presets of machines. An H100 computes causal attention at 245 TFLOP/s, with
-its backward (2 x 16 heads, 4096 queries of width 128: ``benchmarks/RESULTS.md``). That is 2**34.
-The half of it stands here, as the pairs that take the place of calls are behind a mask, and the
-kernel for these takes twice as long. No GPU has measured it as a whole.
-"""
 
 
 def call_pairs(device: str, heads: int, widths: int) -> int:
@@ -339,19 +329,17 @@ class _SplitAttention(torch.autograd.Function):
                 for part in blocks.parts(step, arrived):
                     its = gradients.of(part)
                     block = blocks.block(part, its.query, arrived)
-                    own = (_own(x, part) for x in (its.grad, its.out, its.lse))
-                    grads = attend_backward(kernel, block, *own)
-                    _own(its.of_query, part).add_(grads.query)
-                    of_keys, of_values = rooms[part.samples]
-                    of_keys.narrow(2, *part.keys).add_(grads.key)
-                    of_values.narrow(2, *part.keys).add_(grads.value)
-                    if of_mask is not None and grads.bias is not None:
-                        views = _mask_of(of_mask, part)
-                        sizes = [view.shape[3] for view in views]
-                        for view, more in zip(
-                            views, torch.split(grads.bias, sizes, 3), strict=True
-                        ):
-                            view.add_(more.sum_to_size(view.shape))
+                    own = [_own(x, part) for x in (its.grad, its.out, its.lse)]
+                    of_queries = _own(its.of_query, part)
+                    of_keys, of_values = (_taken_run(x, 2, part.keys) for x in rooms[part.samples])
+                    for some in parts_of_backward(kernel, block):
+                        given = (_taken_run(x, 2, some.queries) for x in own)
+                        grads = attend_backward(kernel, some.block, *given)
+                        _taken_run(of_queries, 2, some.queries).add_(grads.query)
+                        _taken_run(of_keys, 2, some.keys).add_(grads.key)
+                        _taken_run(of_values, 2, some.keys).add_(grads.value)
+                        if of_mask is not None and grads.bias is not None:
+                            _add_to_mask(of_mask, part, grads.bias)
                 home.send(step, rooms)
             of_key, of_value = home.all_here()
         of_query = gradients.own.of_query.to(query.dtype)
@@ -544,6 +532,14 @@ def _mask_of(mask: Tensor, part: Part) -> list[Tensor]:
     """
     rows = _mask_rows(mask, part)
     return [rows.narrow(3, *run) for run in part.keys_at]
+
+
+def _add_to_mask(of_mask: Tensor, part: Part, of_bias: Tensor) -> None:
+    """Add the gradient of a tile's bias to that of the mask, of which dims may be 1."""
+    views = _mask_of(of_mask, part)
+    pieces = torch.split(of_bias, [view.shape[3] for view in views], 3)
+    for view, more in zip(views, pieces, strict=True):
+        view.add_(more.sum_to_size(view.shape))
 
 
 def _mask_rows(mask: Tensor, part: Part) -> Tensor:

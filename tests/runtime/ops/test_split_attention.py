@@ -32,6 +32,7 @@ from shardwright.runtime.ops.attention_blocks import (
     attend,
     attend_backward,
     kernel_for,
+    parts_of_backward,
 )
 from shardwright.runtime.ops.attention_moves import moves_of
 from shardwright.runtime.ranks.counters import CommunicationCounters
@@ -162,6 +163,33 @@ def test_keys_and_values_of_two_widths_take_a_kernel(
         results += [out, lse, grads.query, grads.key, grads.value]
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sees", ["causal", "flipped"])
+def test_gradients_of_causal_blocks_are_computed_in_parts(
+    sees: str, monkeypatch: MonkeyPatch
+) -> None:
+    """The CPU's kernel computes hidden keys: 300 queries are seven parts, where calls cost nothing,
+    and one where they cost more than they save. A flipped block is one.
+    """
+    query, key, value, grad = (torch.randn(1, heads, 300, 8).double() for heads in (4, 2, 2, 4))
+    block = Block(query, key, value, 0.3, **{sees: True})  # type: ignore[arg-type]
+    kernel = kernel_for(query, key, value, None)
+    assert len(parts_of_backward(kernel, block)) == 1
+    monkeypatch.setitem(split_attention_module.CALL_FLOP, "cpu", 0)
+    out, lse = attend(kernel, block)
+    whole = attend_backward(kernel, block, grad, out, lse)
+    parts = parts_of_backward(kernel, block)
+    assert len(parts) == (7 if sees == "causal" else 1)
+    sums = [torch.zeros_like(x) for x in (query, key, value)]
+    for part in parts:
+        given = (x.narrow(2, *part.queries) for x in (grad, out, lse))
+        found = attend_backward(kernel, part.block, *given)
+        runs = (part.queries, part.keys, part.keys)
+        for total, run, more in zip(sums, runs, (found.query, found.key, found.value), strict=True):
+            total.narrow(2, *run).add_(more)
+    for total, one in zip(sums, (whole.query, whole.key, whole.value), strict=True):
+        torch.testing.assert_close(total, one, rtol=1e-12, atol=1e-12)
 
 
 class _Count(TorchDispatchMode):

@@ -201,15 +201,15 @@ def moved(
     evenness: Evenness,
     positions: Positions,
     num_microbatches: int,
-    step_s: Callable[[Split], float],
+    step_s: Callable[[Split, float], float],
 ) -> Split:
     """The split with runs of its begins moved, as ``positions`` have memory for it; ``step_s`` says
-    what a step of a split takes. The most even cuts are tried first, and what is better is taken at
-    once.
+    what a step of a split takes, if it is less than so many seconds. The most even cuts are tried
+    first, and what is better is taken at once.
     """
     # How many splits may be simulated: simulating takes time in proportion to actions.
     left = MAX_ACTIONS // max(1, num_microbatches * len(split.stages))
-    best_s = step_s(split) if left else 0.0
+    best_s = step_s(split, float("inf")) if left else 0.0
     tried: set[tuple[int, ...]] = set()
     improved = left > 0
     while improved:
@@ -225,7 +225,7 @@ def moved(
             if left == 0:
                 return split
             left -= 1
-            seconds = step_s(trial)
+            seconds = step_s(trial, best_s)
             if seconds < best_s * (1 - 1e-12):
                 split, best_s, improved = trial, seconds, True
                 break

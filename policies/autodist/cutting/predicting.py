@@ -39,9 +39,11 @@ class Prediction:
     messages: Messages
     num_microbatches: int
 
-    def step_s(self, split: Split) -> float:
-        """Seconds of a step: without a schedule by the formula of the split, which is exact
-        there.
+    def step_s(self, split: Split, below_s: float = float("inf")) -> float:
+        """Seconds of a step: without a schedule by the formula of the split, which is exact there.
+
+        ``below_s``: what takes longer is of no interest; where what one position does itself takes
+        as long, that is the answer.
         """
         if self.cut_request.num_stages == 1:
             return split.cost_s
@@ -66,6 +68,10 @@ class Prediction:
         ranks = self._ranks(split)
         machines = self._machines(ranks)
         if machines is None:
+            # Simulating takes longest, and most cuts near a good one give some position too much.
+            busy_s = self._busiest_s(times)
+            if busy_s >= below_s:
+                return busy_s
             ends = ends_s(self.schedule, times, transfers)
         else:
             line = simulate(self.schedule, times, transfers, machines=machines)
@@ -77,6 +83,15 @@ class Prediction:
                 self.tables[stage.placement].once_s[stage.start, stage.stop]
             )
         return max(end_s + seconds for end_s, seconds in zip(ends, once, strict=True))
+
+    def _busiest_s(self, times: Sequence[StageTimes]) -> float:
+        """What the position that has most to do takes for it, without waiting."""
+        busy = [0.0] * self.schedule.num_ranks
+        for position, own in zip(self.schedule.placement, times, strict=True):
+            parts_s = own.input_gradient_s + own.weight_gradient_s
+            whole_s = parts_s if own.backward_s is None else own.backward_s
+            busy[position] += own.forward_s + min(parts_s, whole_s)
+        return self.num_microbatches * max(busy)
 
     @cached_property
     def schedule(self) -> Schedule:

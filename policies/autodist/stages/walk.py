@@ -192,13 +192,12 @@ class Walk:
 
     def _parts_from(self, start: int) -> Iterator[tuple[float, float]]:
         """The sums over 0, 1, 2, ... places."""
-        before = [
-            item for item in self.program.steps[: self._first[start]] if not _is_of_weight(item)
-        ]
-        inputs = {value.name for item in before for value in writes(item) if value.takes_gradient}
-        timed = self._timed[self._first[start] :]
+        first = self._first[start]
+        inputs = set(itertools.chain.from_iterable(self._differentiated[:first]))
+        timed = self._timed[first:]
+        # A stage is short: what lies behind it is not looked at.
         parts = parts_of_instructions(
-            [(item, time) for _, item, time in timed], inputs, self._parts_of
+            ((item, time) for _, item, time in timed), inputs, self._parts_of
         )
         inputs_s = weights_s = 0.0
         yield inputs_s, weights_s
@@ -228,6 +227,16 @@ class Walk:
             found += [(start, stop)] if region is not None else []
             start = stop
         return tuple(found)
+
+    @cached_property
+    def _differentiated(self) -> list[list[str]]:
+        """What each instruction writes that takes a gradient, but for what is made of weights."""
+        return [
+            []
+            if _is_of_weight(item)
+            else [value.name for value in writes(item) if value.takes_gradient]
+            for item in self.program.steps
+        ]
 
     @cached_property
     def _timed(self) -> list[tuple[int, Step, OpTime]]:

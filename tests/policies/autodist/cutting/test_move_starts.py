@@ -67,7 +67,7 @@ def begins_of(split: Split) -> tuple[int, ...]:
 def test_begins_move_to_where_the_schedule_is_shortest() -> None:
     wanted = (2, 9)
 
-    def step_s(split: Split) -> float:
+    def step_s(split: Split, below_s: float = float("inf")) -> float:
         return 1.0 + sum(
             abs(begin - goal) for begin, goal in zip(begins_of(split), wanted, strict=True)
         )
@@ -86,7 +86,7 @@ def test_a_place_that_is_worse_is_stepped_over() -> None:
         evenness_of(tables, 2),
         positions_of(tables, 2),
         4,
-        lambda s: seconds.get(begins_of(s)[0], 9.0),
+        lambda s, below_s: seconds.get(begins_of(s)[0], 9.0),
     )
     assert begins_of(found) == (6,) and REACH == 2
 
@@ -95,7 +95,7 @@ def test_a_place_that_is_worse_is_stepped_over() -> None:
 def test_moved_stages_fit_and_are_never_worse(seed: int) -> None:
     tables, counts = tables_of(10, seed), (3, 2, 1)
 
-    def step_s(split: Split) -> float:
+    def step_s(split: Split, below_s: float = float("inf")) -> float:
         again = sum(
             tables.blocks[block].again[way].time_s
             for s in split.stages
@@ -122,7 +122,7 @@ def test_moved_stages_fit_and_are_never_worse(seed: int) -> None:
 def test_large_schedules_are_left_as_they_are() -> None:
     trials: list[Split] = []
 
-    def step_s(split: Split) -> float:
+    def step_s(split: Split, below_s: float = float("inf")) -> float:
         trials.append(split)
         return -float(len(trials))
 

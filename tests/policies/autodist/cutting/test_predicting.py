@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from covers import spread
@@ -20,6 +21,7 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.cutting import predicting
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -145,3 +147,26 @@ def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
         bounds.append(bound.bound_s)
         assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
     assert len(bounds) > 1
+
+
+@pytest.mark.parametrize("named_schedule", [ZERO_BUBBLE, INTERLEAVED], ids=str)
+def test_cuts_that_are_not_simulated_are_no_better(
+    named_schedule: NamedSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one position has too much to do by itself, no schedule of that is better."""
+    simulated, in_time = [0], predicting.ends_s
+
+    def counted(*args: Any) -> list[float]:
+        simulated[0] += 1
+        return in_time(*args)
+
+    monkeypatch.setattr(predicting, "ends_s", counted)
+    cut_request, _ = cut_request_for("gpt2", "2", 1e6, 2)
+    cut_request, graph = replace(cut_request, named_schedule=named_schedule), zoo_graph("gpt2")
+    found, counts = [], []
+    for _ in range(2):
+        cutter = Cutter(graph, SearchSpace(meshes={}, num_microbatches=COUNT))
+        found.append(cutter.cut(cut_request, float("inf")))
+        counts.append(simulated[0] - sum(counts))
+        monkeypatch.setattr(predicting.Prediction, "_busiest_s", lambda self, times: 0.0)
+    assert found[0] == found[1] and counts[0] < counts[1]

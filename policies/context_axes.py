@@ -17,6 +17,7 @@ Two axes may do it in two modes: 8 ranks as ``ring`` over 2 and, within, ``ulyss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -106,6 +107,14 @@ def context_axes(
         )
     # An axis of one rank cuts nothing.
     found = [(size, mode) for size, mode in zip(sizes, modes, strict=True) if size > 1]
+    # Along the second all ranks would compute the same blocks, which nobody asks for.
+    if [mode for _, mode in found].count("ring") > 1:
+        raise PlanError(
+            f"policy {policy!r} has a ring along one axis alone",
+            why=f"cp={_text(sizes)}, cp_mode={list(modes)}",
+            hint=f"cp={math.prod(sizes)} is one ring of all these ranks; for two axes "
+            'cp_mode=["ring", "ulysses"] or ["ring", "gather"]',
+        )
     return [
         ContextAxis("cp" if index == 0 else f"cp{index + 1}", size, mode)
         for index, (size, mode) in enumerate(found)

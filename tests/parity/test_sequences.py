@@ -598,6 +598,7 @@ REFUSED = [
     ("llama", "cp", 2, {"cp_mode": "rings"}, PlanError, "has no cp_mode 'rings'"),
     ("llama", "cp", 4, {"cp": 2}, PlanError, "cannot place cp=2 on 4 ranks"),
     ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather"]}, PlanError, "1 modes for 2 axes"),
+    ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": "ring"}, PlanError, "a ring along one axis alone"),
     ("llama", "cp", 2, {"cp_turns": -1}, PlanError, "cannot deal positions in cp_turns=-1 turns"),
     ("llama", "cp", 2, {"cp_mode": 3}, ConfigError, "option 'cp_mode' of policy 'cp' cannot be 3"),
 ]

@@ -92,7 +92,12 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                     ("llama-packed", "tp", 2, {"sequence_parallel": True}),
                     ("llama-packed", "cp", 9, {"cp_mode": "ring"}),  # 11 positions
                     ("llama-padded", "cp", 3, {"cp_mode": "ring"}),
-                    ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": "ring", "cp_turns": 2}),
+                    (
+                        "llama-packed",
+                        "cp",
+                        4,
+                        {"cp": [2, 2], "cp_mode": ["ring", "gather"], "cp_turns": 2},
+                    ),
                     ("mistral-uneven", "cp", 2, {"cp_mode": "ring", "cp_turns": 3}),
                     ("gemma2", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
                     ("gpt-oss", "tp", 2, {}),

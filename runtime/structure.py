@@ -13,7 +13,8 @@ named tuple                       fields                      ``cls(**fields)``
 dataclass (also ``ModelOutput``)  fields other than ``None``  ``cls(**fields)``, then other fields
 other subclasses of ``dict``      items                       ``cls(items)``
 ``BlockMask`` of flex attention   lengths, and its function   ``cls.from_kv_blocks``
-any other object                  attributes, also slots      ``cls.__new__``, then its attributes
+any other object                  attributes, also slots; of  ``cls.__new__``, then its attributes
+                                  one to call, its class too
 ================================  ==========================  ====================================
 
 Everything in :data:`LEAF_TYPES` is a leaf, and so is what has a state that no attribute shows:
@@ -134,7 +135,9 @@ def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
     if type_path(obj) == BLOCK_MASK:
         return block_mask_children(obj)
     slots = (name for cls in type(obj).__mro__ for name in _slots(cls) if hasattr(obj, name))
-    return (*((name, getattr(obj, name)) for name in slots), *getattr(obj, "__dict__", {}).items())
+    found = (*((name, getattr(obj, name)) for name in slots), *getattr(obj, "__dict__", {}).items())
+    # What an object does when it is called is told by its class.
+    return (("__class__", type(obj)), *found) if callable(obj) else found
 
 
 def type_path(obj: Any) -> str:

@@ -100,9 +100,13 @@ class Activated(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, options: dict[str, Any]) -> Any:
         y: Tensor = options["activation"](self.inner(x)) * options.get("scale", 1.0)
-        return y.sum()
+        if "result" not in options:
+            return y.sum()
+        result = options["result"]()
+        result.loss = y.sum()
+        return result
 
 
 def test_a_call_with_another_function_is_refused(tmp_path: Path) -> None:
@@ -118,6 +122,33 @@ def test_a_call_with_another_function_is_refused(tmp_path: Path) -> None:
             module(x, {"activation": F.silu})
         with pytest.raises(InputError, match=r"scale' is 2\.0, but was compiled without it"):
             module(x, {"activation": F.hardtanh, "scale": 2.0})
+
+    run_ranks(1, rank)
+
+
+class Doubled:
+    loss: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Negated(Doubled):
+    def __call__(self, x: Tensor) -> Tensor:
+        return -x
+
+
+def test_objects_to_call_are_told_by_their_class(tmp_path: Path) -> None:
+    x, model = torch.ones(2, 4), Activated()
+    options = {"activation": Doubled(), "result": Negated}
+    graph = plans.traced(model, {"x": x, "options": options})
+    plans.write(tmp_path, plans.compile_with(graph, "dp", 1), model)
+
+    def rank(_: int) -> None:
+        module = load_class(tmp_path)()
+        assert torch.equal(module(x, options).loss, model(x, options).loss)
+        with pytest.raises(InputError, match=r"__class__' is type \S*Negated, but was compiled"):
+            module(x, {"activation": Negated(), "result": Negated})
 
     run_ranks(1, rank)
 

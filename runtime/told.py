@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from shardwright.runtime.left_out import LeftOut
 
@@ -35,6 +36,8 @@ class Told:
 
     text: str
 
+    # A graph of torch's compiler is guarded by the code of a function, not by what it reads.
+    @_disable_dynamo
     def fits(self, value: Any) -> bool:
         """Whether a value is told by the same text."""
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Drops(nn.Module):
@@ -126,3 +127,23 @@ def test_recurrent_layers_draw_without_layouts() -> None:
         made = plans.compile_with(plans.traced(Recurs().double(), {"x": x}), "tp", 2)
     text = made.files["gencode0.py"]
     assert text.count("draw=") == 3 == len(draws_in(text)) and "layout=" not in text, text
+
+
+class Recomputed(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.up, self.rate = nn.Linear(4, 8), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return F.dropout(self.up(x).relu(), self.rate, self.training).square()
+
+        found: Tensor = checkpoint(block, x, use_reentrant=False)
+        return found.mean()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_region_is_told_of_random_numbers_where_it_draws_some(rate: float) -> None:
+    graph = plans.traced(Recomputed(rate).double(), {"x": torch.ones(2, 4, dtype=torch.float64)})
+    text = plans.compile_with(graph, "dp", 1).files["gencode0.py"]
+    assert "recompute(" in text and ("rng" in text) == (rate > 0), text

@@ -596,7 +596,7 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         ),
         (
             "because sizes follow from their values. (Tables of sizes that were found are listed "
-            "since 2026-11-29.) Rows were made at different times. In most "
+            "since 2026-11-29.) Rows were made at different times, some beside other work. In most "
             "of them attention by torch's CPU kernel is not among the products: the sweep counts "
             "it since 2026-11-28."
         ),

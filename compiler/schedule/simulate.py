@@ -10,7 +10,7 @@ from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.live_microbatches import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
-from shardwright.compiler.schedule.waits import Position, Waits, run_order, waits_of
+from shardwright.compiler.schedule.waits import Waits, run_order, waits_of
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
@@ -156,7 +156,7 @@ def _run(
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
     if len(by_stage) < schedule.num_stages:
         raise PlanError(f"times of {len(by_stage)} stages for a schedule of {schedule.num_stages}")
-    return _Run(schedule, by_stage, transfer_s, *_execution(schedule, dataflow), begins_s or {})
+    return _Run(schedule, by_stage, transfer_s, _execution(schedule, dataflow), begins_s or {})
 
 
 @functools.lru_cache(maxsize=64)
@@ -164,13 +164,37 @@ def _chain(num_stages: int) -> Dataflow:
     return Dataflow.chain(num_stages)
 
 
-@functools.lru_cache(maxsize=8)
-def _execution(schedule: Schedule, dataflow: Dataflow) -> tuple[Waits, list[Position]]:
+KINDS = tuple(ActionKind)
+
+Step = tuple[int, int, int, list[tuple[int, int, tuple[int, int] | None]]]
+"""An action as a run needs it: its rank, its stage, the number of its kind; and what it waits for,
+by rank and index, with the stages that the message in between goes from and to, if there is one.
+"""
+
+
+@dataclass(frozen=True)
+class _Execution:
     """What actions wait for, and an order in which they can run: a search of stages asks for many
     times of one schedule after the other, and these are the same for all of them.
     """
-    waits = waits_of(schedule, dataflow)
-    return waits, run_order(schedule, waits)
+
+    waits: Waits
+    steps: list[Step]
+
+
+@functools.lru_cache(maxsize=8)
+def _execution(schedule: Schedule, dataflow: Dataflow) -> _Execution:
+    waits, actions = waits_of(schedule, dataflow), schedule.actions
+    steps: list[Step] = []
+    for rank, index in run_order(schedule, waits):
+        action = actions[rank][index]
+        before: list[tuple[int, int, tuple[int, int] | None]] = []
+        for other, other_index in waits[rank][index]:
+            # From another rank a message comes after it.
+            pair = (actions[other][other_index].stage, action.stage) if other != rank else None
+            before.append((other, other_index, pair))
+        steps.append((rank, action.stage, KINDS.index(action.kind), before))
+    return _Execution(waits, steps)
 
 
 class _Run:
@@ -181,12 +205,11 @@ class _Run:
         schedule: Schedule,
         times: Sequence[StageTimes],
         transfer_s: float | Mapping[tuple[int, int], float],
-        waits: Waits,
-        order: Sequence[Position],
+        execution: _Execution,
         begins_s: Mapping[int, float],
     ) -> None:
         self.schedule, self.times, self.transfer_s = schedule, times, transfer_s
-        self.waits, self.order, self.begins_s = waits, order, begins_s
+        self.waits, self.steps, self.begins_s = execution.waits, execution.steps, begins_s
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def alone(self) -> None:
@@ -207,25 +230,22 @@ class _Run:
             everywhere_s = self.transfer_s
         starts: list[list[float]] = [[] for _ in actions]
         ends: list[list[float]] = [[] for _ in actions]
-        seconds = [{kind: times.of(kind) for kind in ActionKind} for times in self.times]
+        seconds = [[times.of(kind) for kind in KINDS] for times in self.times]
+        begins_s = [self.begins_s.get(stage, 0.0) for stage in range(self.schedule.num_stages)]
         # This loop is most of what a search of stages takes, so it calls nothing of its own. The
         # order has what an action waits for before it.
-        for rank, index in self.order:
-            action, own = actions[rank][index], ends[rank]
-            stage = action.stage
-            start = self.begins_s.get(stage, 0.0)
+        for rank, stage, kind, before in self.steps:
+            own, start = ends[rank], begins_s[stage]
             if own and own[-1] > start:
                 start = own[-1]
-            for other, other_index in self.waits[rank][index]:
+            for other, other_index, pair in before:
                 there = ends[other][other_index]
-                # From another rank a message comes after it.
-                if other != rank:
-                    sender = actions[other][other_index].stage
-                    there += between_s.get((sender, stage), everywhere_s)
+                if pair is not None:
+                    there += between_s.get(pair, everywhere_s)
                 if there > start:
                     start = there
             starts[rank].append(start)
-            own.append(start + seconds[stage][action.kind])
+            own.append(start + seconds[stage][kind])
         return starts, ends
 
     def beside(self, machines: SharedMachines) -> None:

@@ -31,17 +31,22 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> Any:
-        # Autograd enables gradients in backward where it is to record a graph, and nowhere else.
-        # torch.compile traces backward ahead of time, with them enabled.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UsageError(
-                "a parallel module has no gradients of gradients",
-                why="create_graph=True was asked for, and in backward ranks exchange values, which "
-                "autograd does not follow",
-                hint="leave out create_graph=True; penalties on gradients, and optimizers that "
-                "need second derivatives, are computed where no operator is split: with "
-                "plan_ngpus=1, without ZeRO-3",
-            )
+        refuse_second()
         return once(ctx, *grads)
 
     return refusing
+
+
+def refuse_second() -> None:
+    """Raise :class:`UsageError` in a backward of which a graph is recorded."""
+    # Autograd enables gradients in backward where it is to record a graph, and nowhere else.
+    # torch.compile traces backward ahead of time, with them enabled.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(
+            "a parallel module has no gradients of gradients",
+            why="create_graph=True was asked for, and in backward ranks exchange values, which "
+            "autograd does not follow",
+            hint="leave out create_graph=True; penalties on gradients, and optimizers that "
+            "need second derivatives, are computed where no operator is split: with "
+            "plan_ngpus=1, without ZeRO-3",
+        )

@@ -111,6 +111,13 @@ class InputTable:
             if isinstance(leaf, TensorSpec) and leaf.layout is not None
         )
         """The paths of what is given in pieces."""
+        # This rank's shapes of pieces whose sizes do not vary, worked out once for all calls.
+        self._fixed: dict[str, tuple[int, ...]] = {}
+        for path in self.pieces:
+            layout = self.leaves[path].layout
+            assert layout is not None
+            if all(isinstance(size, int) for size in layout.shape):
+                self._fixed[path] = layout.local_shape(self._mesh, self._coords)
         self.tensors = tuple(
             path for path, leaf in self.leaves.items() if isinstance(leaf, TensorSpec)
         )
@@ -194,9 +201,10 @@ class InputTable:
                     hint="leave it out, or compile again with it among the dummy arguments",
                 )
         for path in self.pieces:
-            self._check_piece(
-                path, tensors[path], {name: size for name, (size, _) in sizes.items()}
-            )
+            if tensors[path].shape != self._fixed.get(path):
+                self._check_piece(
+                    path, tensors[path], {name: size for name, (size, _) in sizes.items()}
+                )
         return tensors
 
     def _check_piece(self, path: str, value: Tensor, sizes: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.routing import Routing, checked_routing
-from shardwright.runtime.second_derivatives import differentiable_once
+from shardwright.runtime.second_derivatives import differentiable_once, refuse_second
 
 
 def grouped_linear(
@@ -96,7 +96,20 @@ def _padded_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups that end at ``ends``."""
-    return cast(Tensor, _GroupedProduct.apply(rows, matrices, ends))  # type: ignore[no-untyped-call]
+    if not _has_kernel(rows, matrices):
+        return cast(Tensor, _GroupedProduct.apply(rows, matrices, ends))  # type: ignore[no-untyped-call]
+    # Torch's own backward runs the same products as the function below, without Python.
+    out = F.grouped_mm(rows, matrices, offs=ends)
+    if out.requires_grad:
+        out.register_hook(_for_kernel)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _for_kernel(grad: Tensor) -> Tensor:
+    """A gradient as torch's kernel takes it, which refuses some strides and places in memory."""
+    refuse_second()
+    grad = grad.contiguous()
+    return grad if _begins_aligned(grad) else grad.clone()
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -107,35 +120,30 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, matrices, ends)
-        ctx.in_one = _has_kernel(rows, matrices, ends)
-        return _by_expert(rows, matrices, ends, in_one=ctx.in_one)
+        return _by_expert(rows, matrices, ends)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrices, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        if ctx.in_one and not _begins_aligned(grad):
-            grad = grad.clone()
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _by_expert(grad, matrices.mT, ends, in_one=ctx.in_one)
+            grad_rows = _by_expert(grad, matrices.mT, ends)
         if ctx.needs_input_grad[1]:
             # In the order in which the weight lies in memory, so that nobody has to copy it.
             turned = not matrices.is_contiguous()
             left, right = (grad, rows) if turned else (rows, grad)
-            grad_matrices = _by_expert(left.T, right, ends, in_one=ctx.in_one)
+            grad_matrices = _by_expert(left.T, right, ends)
             grad_matrices = grad_matrices.mT if turned else grad_matrices
         return grad_rows, grad_matrices, None
 
 
-def _by_expert(left: Tensor, right: Tensor, ends: Tensor, *, in_one: bool) -> Tensor:
+def _by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Products by groups that end at ``ends``: of the rows of ``left [rows, k]`` with ``right
     [experts, k, n]``, or of the columns of ``left [k, rows]`` with the rows of ``right [rows, n]``,
-    which gives ``[experts, k, n]``. ``in_one``: torch's kernel takes all of them.
+    which gives ``[experts, k, n]``.
     """
-    if in_one:
-        return F.grouped_mm(left, right, offs=ends)
     sizes = [end - begin for begin, end in itertools.pairwise([0, *ends.tolist()])]
     if right.dim() == 3:
         out = left.new_empty(left.shape[0], right.shape[2])
@@ -155,22 +163,24 @@ def _by_expert(left: Tensor, right: Tensor, ends: Tensor, *, in_one: bool) -> Te
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
 
-def _has_kernel(rows: Tensor, matrices: Tensor, ends: Tensor) -> bool:
+def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Whether torch has one kernel for all groups, in forward and in backward. It wants rows of
     whole 16 bytes, in memory that begins at a multiple of 16 bytes.
     """
     if rows.dtype not in _KERNEL_DTYPES.get(rows.device.type, ()):
         return False
-    if not (len(ends) and rows.numel() and matrices.numel()):
+    count, size = rows.shape[0], rows.element_size()
+    experts, width_in, width_out = matrices.shape
+    if not (count and experts and width_in and width_out):
         return False
-    size = rows.element_size()
-    if any(width * size % 16 for width in matrices.shape[1:]):
+    if width_in * size % 16 or width_out * size % 16:
         return False
     return _is_aligned(rows) and _is_aligned(matrices)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    small, large = sorted(x.stride()[-2:])
+    *_, one, other = x.stride()
+    small, large = (one, other) if one < other else (other, one)
     return small == 1 and large * x.element_size() % 16 == 0 and _begins_aligned(x)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.ops import grouped_products
 from shardwright.runtime.ops.grouped_products import grouped_linear
 from shardwright.runtime.ops.routing import Routing
@@ -51,6 +52,18 @@ def test_products_by_groups_are_those_of_each_expert(dtype: torch.dtype, transpo
         for width in (16, 7):  # whole 16 bytes, and not
             for shift in (0, 1):
                 _product(dtype, transposed, counts, width, shift)
+
+
+def test_gradients_of_any_strides_come_to_the_kernel_and_of_gradients_none() -> None:
+    rows, weight = torch.randn(7, 8, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+    out = grouped_linear(rows, weight, _routing([2, 0, 5]))
+    ones = torch.ones(7 * 16 + 1)
+    (wanted,) = torch.autograd.grad(out, rows, ones[1:].view(7, 16).clone(), retain_graph=True)
+    for grad in (ones[:1].expand(7, 16), ones[1:].view(16, 7).T, ones[1:].view(7, 16)):
+        (found,) = torch.autograd.grad(out, rows, grad, retain_graph=True)
+        assert torch.equal(found, wanted)
+    with pytest.raises(UsageError, match="no gradients of gradients"):
+        torch.autograd.grad(out.sum(), rows, create_graph=True)
 
 
 def test_the_kernel_is_called_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,10 @@ def draw(number: int, seed: int, models: list[str]) -> Draw:
         options |= {"num_stages": stages, "dp": dp, "sequence_parallel": rng.random() < 0.5}
         options["schedule"] = rng.choice([n for n, found in SCHEDULES.items() if found.trains])
         options["num_microbatches"] = rng.choice([1, 2, 3, 4])
-        if rng.random() < 0.3:
-            options["recompute"] = [rng.choice(["stage:0", "*.*.*"])]
         config["use_end2end"] = True
+    if rng.random() < 0.3:
+        modules = ["*.*.*", "stage:0"] if policy == "hybrid" else ["*.*.*"]
+        options["recompute"] = [rng.choice(modules)]
     config["pas_config"] = options | named(model)
     return Draw(number, model, policy, config)
 

@@ -146,7 +146,7 @@ def _row(line: dict[str, str], fallback: str) -> Row:
         heads,
         count("kv_heads", known[3] or heads),
         count("ffn", known[4] or 4 * hidden),
-        count("vocab", known[5] or MEGATRON_VOCAB),
+        count("vocab", known[5] or _vocab_of(line)),
         count("seq", 0),
         # Megatron's kernel for scale, mask and softmax takes batches of four heads.
         count("mbs", 0) * heads // count("tp") % 4 == 0,
@@ -170,7 +170,7 @@ def _row(line: dict[str, str], fallback: str) -> Row:
         zero=count("zero", 3 if sharded else 0),
         microbatch=count("mbs", 0),
         batch=count("gbs", 0),
-        recompute=line.get("recompute") or "none",
+        recompute=_recompute_of(line),
         iter_s=float(line.get("iter_s") or 0),
         notes=line.get("notes") or "",
     )
@@ -184,6 +184,33 @@ SIZE_COLUMNS = ("layers", "hidden", "heads")
 
 MEGATRON_VOCAB = 51200
 """The vocabulary of GPT-2, padded, where a table has none."""
+
+GPT2_VOCAB = 50257
+"""The vocabulary of GPT-2."""
+
+
+def _vocab_of(line: dict[str, str]) -> int:
+    """The vocabulary of a row whose table has none.
+
+    vTrain's is GPT-2's (``vocab_size`` of its repository's ``src/config.py``). Megatron pads it to
+    128 rows for each rank of tp. With one rank the runs are those of a head without padding.
+    """
+    tp = int(float(line.get("tp") or 1))
+    if "vtrain" not in (line.get("source") or "").lower():
+        return MEGATRON_VOCAB
+    return GPT2_VOCAB if tp == 1 else -(-GPT2_VOCAB // (128 * tp)) * 128 * tp
+
+
+BUT_THE_LAST = "but the last stage"
+
+
+def _recompute_of(line: dict[str, str]) -> str:
+    """What a row computes again. In vTrain's runs the last stage of a pipeline does not (its
+    repository, ``src/predictor.py``, ``create_layer_graph``).
+    """
+    text = line.get("recompute") or "none"
+    in_stages = "vtrain" in (line.get("source") or "").lower() and line.get("pp") not in ("", "1")
+    return f"{text}, {BUT_THE_LAST}" if text == "full" and in_stages else text
 
 
 def precision_of(text: str, gpu: str) -> str:
@@ -343,6 +370,9 @@ def plan_of(row: Row, graph: PlannableGraph) -> Plan:
     assert family is not None
     stages = row.pp * row.chunks
     again = {"none": (), "full": (family.layers,)}.get(row.recompute.split(",")[0], (family.core,))
+    if BUT_THE_LAST in row.recompute:
+        before_last = row.sizes.layers // stages * (stages - 1)
+        again = tuple(family.layers.replace("*", str(layer)) for layer in range(before_last))
     policy, options = _policy_of(row)
     if policy == "hybrid":
         options["recompute"] = again

@@ -39,6 +39,7 @@ from shardwright.frontend.calibrate.fit import (
     fit_products,
     fit_rates,
     fit_streams,
+    fit_unaligned,
 )
 from shardwright.frontend.calibrate.hidden_messages import measure_overlap, overlap_of
 from shardwright.frontend.calibrate.links import Groups, measure_links
@@ -46,6 +47,7 @@ from shardwright.frontend.calibrate.measured_operators import (
     measure_launches,
     measure_products,
     measure_streams,
+    measure_unaligned,
 )
 from shardwright.frontend.calibrate.measuring_ranks import (
     in_job,
@@ -165,6 +167,9 @@ def measure(world: World, effort: Effort, only: Collection[str] | None = None) -
         "launches": lambda: measure_launches(world, effort),
         "attention": lambda: measure_attention(world, effort),
     }
+    # The kernels of matrix units read rows in pieces of 16 bytes.
+    if world.device.type != "cpu":
+        parts["unaligned"] = lambda: measure_unaligned(world, effort)
     # What counts where a device waits for its host, and has nothing to do meanwhile.
     if world.device.type == "cpu":
         parts["host"] = lambda: measure_host(world, effort)
@@ -184,6 +189,7 @@ def measure(world: World, effort: Effort, only: Collection[str] | None = None) -
 
 TITLES = {
     "products": "matrix products",
+    "unaligned": "products of odd sizes",
     "streams": "memory",
     "launches": "the least time of an operator",
     "attention": "attention",
@@ -252,6 +258,8 @@ def describe(measured: dict[str, Any]) -> Hardware:
     reached = attention_efficiency(device, measured["attention"])
     overlap = overlap_of(measured["overlap"])
     device = replace(device, attention_efficiency=reached, overlap=overlap)
+    if "unaligned" in measured:
+        device = replace(device, unaligned_efficiency=fit_unaligned(measured["unaligned"]))
     # Only on a CPU: a device without a queue waits for its host.
     if "host" in measured:
         device, errors = _describe_program(device, measured)

@@ -75,6 +75,12 @@ def fit_launches(points: Points) -> tuple[float, float]:
     return seconds, mean_error((point["seconds"], seconds) for point in points)
 
 
+def fit_unaligned(points: Points) -> float:
+    """The part of their rate that products reach whose rows are no multiple of 16 bytes."""
+    seconds = {point["aligned"]: point["seconds"] for point in points}
+    return float(min(1.0, seconds[True] / seconds[False]))
+
+
 def fit_host(host: Mapping[str, float], launch_s: float) -> tuple[float, float]:
     """What a program adds to the least time of an operator, forward and backward."""
     return max(0.0, host["forward_s"] - launch_s), max(0.0, host["backward_s"] - launch_s)

@@ -47,6 +47,26 @@ def measure_products(world: World, effort: Effort) -> list[Point]:
     return points
 
 
+def measure_unaligned(world: World, effort: Effort) -> list[Point]:
+    """The three products of a linear layer, forward and backward, with rows of 16 bytes and more
+    (``"aligned": true``) and with one column less.
+    """
+    size, points = effort.overlap[1], []
+    for columns in (size, size - 1):
+        x = torch.randn(size, size, device=world.device).to(effort.attention_dtype)
+        weight = torch.randn(columns, size, device=world.device).to(effort.attention_dtype)
+        gradient = functional.linear(x, weight)
+
+        def products(x: Tensor = x, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
+            functional.linear(x, weight)
+            gradient @ weight
+            gradient.T @ x
+
+        seconds = of_all(world, products, effort, 3)
+        points.append({"aligned": columns == size, "size": size, "seconds": seconds})
+    return points
+
+
 def measure_streams(world: World, effort: Effort) -> list[Point]:
     """Operators that only move memory, for tensors of several sizes; ``bytes`` counts what is read
     and written.

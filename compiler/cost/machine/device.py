@@ -68,6 +68,8 @@ class Device:
     - ``linear_dtype``: the dtype to which linear layers cast their operands before they multiply,
       where these are of two bytes: a float8 of ``flops_per_s``. ``None``: they multiply as they
       are. Whether a model may be trained so is for its user to say.
+    - ``unaligned_efficiency``: the part of their rate that products in two bytes or less reach
+      where rows of an operand or of the result are no multiple of 16 bytes: a vocabulary of 50,257.
     - ``queue_s``: the seconds that the host takes to launch one operator, forward and backward.
       They hide behind the work of the device as long as its queue is full: an operator starts when
       it has been launched and all before it have ended.
@@ -97,6 +99,7 @@ class Device:
     streams: BandwidthTable | None = None
     tiles: Tiling | None = None
     linear_dtype: str | None = None
+    unaligned_efficiency: float = 1.0
     queue_s: Both = (0.0, 0.0)
     overlap: float = 1.0
     host_s: Both = (0.0, 0.0)
@@ -195,8 +198,9 @@ def read_device(fields: Fields) -> Device:
         streams=_read_streams(fields),
         tiles=_read_tiles(fields),
         linear_dtype=_read_linear_dtype(fields),
+        unaligned_efficiency=_read_part(fields, "unaligned_efficiency"),
         queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
-        overlap=_read_overlap(fields),
+        overlap=_read_part(fields, "overlap", zero=True),
         host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
         rates=_read_rates(fields),
@@ -275,13 +279,14 @@ def _read_linear_dtype(fields: Fields) -> str | None:
     return name
 
 
-def _read_overlap(fields: Fields) -> float:
-    if not fields.has("overlap"):
+def _read_part(fields: Fields, key: str, *, zero: bool = False) -> float:
+    """A number up to 1, which it is where nothing is said; ``zero`` allows 0."""
+    if not fields.has(key):
         return 1.0
-    overlap = fields.number("overlap", zero=True)
-    if overlap > 1:
-        raise fields.error("overlap", "is a part of a message, from 0 to 1")
-    return overlap
+    part = fields.number(key, zero=zero)
+    if part > 1:
+        raise fields.error(key, "is a part, from 0 to 1")
+    return part
 
 
 def _read_rates(fields: Fields) -> Mapping[str, Both]:
@@ -341,6 +346,11 @@ def device_json(device: Device) -> dict[str, Any]:
         **({"streams": _streams_json(device.streams)} if device.streams else {}),
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
         **({"linear_dtype": device.linear_dtype} if device.linear_dtype else {}),
+        **(
+            {"unaligned_efficiency": device.unaligned_efficiency}
+            if device.unaligned_efficiency != 1
+            else {}
+        ),
         **({"queue_s": list(device.queue_s)} if any(device.queue_s) else {}),
         **({"overlap": device.overlap} if device.overlap != 1 else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),

@@ -138,10 +138,31 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     backward = product.gradient_s(device, dtype, left=True) if left else 0.0
     backward += product.gradient_s(device, dtype, left=False) if right else 0.0
     forward_s = product.seconds(device, dtype)
+    if not is_aligned(call, factors):
+        forward_s /= device.unaligned_efficiency
+        backward /= device.unaligned_efficiency
     chunk_rows = call.op.arg("chunk_rows") if target == LINEAR_LOSS else None
     if wanted and chunk_rows and call.operands[0].shape[0] > chunk_rows:
         backward += forward_s  # the logits of every chunk once more
     return forward_s, backward
+
+
+ALIGNED_BYTES = 16
+"""What kernels of matrix units read at once: the rows of their matrices are multiples of it."""
+
+
+def is_aligned(call: LocalCall, factors: tuple[int, int]) -> bool:
+    """Whether rows of both factors of a product, and of its result, are multiples of
+    :data:`ALIGNED_BYTES`. Dtypes of more than two bytes, and convolutions, count as aligned.
+    """
+    dtype = call.op.autocast or call.results[0].dtype
+    if dtype.itemsize > 2 or call.op.target in CONVOLUTIONS:
+        return True
+    rows = [call.operands[index].shape[-1:] for index in factors]
+    # The logits of a loss that is one operator have a column for each row of the matrix.
+    is_loss = call.op.target == LINEAR_LOSS
+    rows.append(call.operands[1].shape[:1] if is_loss else call.results[0].shape[-1:])
+    return not any(size * dtype.itemsize % ALIGNED_BYTES for row in rows for size in row)
 
 
 def casts_operands(call: LocalCall, device: Device) -> bool:

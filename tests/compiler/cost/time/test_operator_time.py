@@ -249,6 +249,35 @@ def test_operators_have_rates_of_their_own() -> None:
     )
 
 
+def in_two_bytes(*shape: int) -> torch.Tensor:
+    return randn(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("call", "slower"),
+    [
+        pytest.param((F.linear, in_two_bytes(7, 16), in_two_bytes(33, 16)), 4, id="columns"),
+        pytest.param((F.linear, in_two_bytes(7, 17), in_two_bytes(32, 17)), 4, id="summed"),
+        pytest.param((F.linear, in_two_bytes(7, 16), in_two_bytes(32, 16)), 1, id="rows"),
+        pytest.param((F.linear, randn(7, 16), randn(33, 16)), 1, id="four bytes"),
+        # torch 2.11 and 2.12 have none
+        *(pytest.param((loss, in_two_bytes(7, 16), in_two_bytes(33, 16),
+            torch.zeros(7, dtype=torch.long)), 4, id="loss")
+            for loss in [getattr(F, "linear_cross_entropy", None)] if loss),
+    ],
+)  # fmt: skip
+def test_products_of_odd_sizes_are_slower(call: tuple[Any, ...], slower: float) -> None:
+    """Rows of the factors and of the result are counted in pieces of 16 bytes."""
+    device = replace(SLOW_MATH.device, unaligned_efficiency=0.25)
+    plain, found = (
+        timed(*call, hardware=h) for h in (SLOW_MATH, replace(SLOW_MATH, device=device))
+    )
+    assert seconds(found) == (
+        pytest.approx(slower * plain.forward_s),
+        pytest.approx(slower * plain.backward_s),
+    )
+
+
 def test_split_vocabularies_communicate() -> None:
     op, _ = example_op((F.cross_entropy, (randn(64, 512), torch.zeros(64, dtype=torch.long))))
     mesh = Mesh((("tp", 2),))

@@ -46,6 +46,7 @@ from shardwright.policies.autodist.questions.explain import (
     operators_of,
 )
 from shardwright.policies.autodist.questions.launches import bound_by_launches
+from shardwright.policies.autodist.questions.odd_sizes import slowed_by_odd_sizes
 from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
 from shardwright.policies.autodist.questions.what_if import (
     against,
@@ -102,7 +103,7 @@ def run_explain(options: argparse.Namespace) -> int:
     certificate = plan.certificate
     said = f"{plan.mesh}: nothing is known of other plans" if certificate is None else certificate
     console.print(str(said), soft_wrap=True)
-    _say_launches(console, request)
+    _say_what_slows(console, request)
     # Each question has its own table; without one the costs and what would help are shown.
     if options.op is not None:
         _print_choices(
@@ -148,10 +149,11 @@ def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> 
     return Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, best)
 
 
-def _say_launches(console: Console, request: Request) -> None:
-    told = bound_by_launches(request)
-    if told is not None:
-        console.print(told, soft_wrap=True)
+def _say_what_slows(console: Console, request: Request) -> None:
+    for told in (bound_by_launches(request), slowed_by_odd_sizes(request)):
+        if told is not None:
+            # not markup: it has shapes in brackets
+            console.print(told, soft_wrap=True, markup=False)
 
 
 def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
@@ -299,7 +301,7 @@ def run_plan(options: argparse.Namespace) -> int:
         plan.certificate is not None and found.answer is not None and found.answer.cost is not None
     )
     console.print(str(plan.certificate), soft_wrap=True)
-    _say_launches(console, _request(asked, found, searched))
+    _say_what_slows(console, _request(asked, found, searched))
     if found.answer.cost.extrapolated:
         console.print(found.answer.cost.beyond, soft_wrap=True)
     if found.answer.cost.assumed:

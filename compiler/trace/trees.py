@@ -69,8 +69,8 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
     children = tuple(
         (key, _tree(recorder, child, what, seen | {id(obj)}))
         for key, child in structure.children(obj)
-        # A result is made of its class, which is no attribute to be written.
-        if what != "the result" or key != "__class__"
+        # An object in a result is made of its class, which is no attribute to be written.
+        if what != "the result" or kind != "object" or key != "__class__"
     )
     if kind != "object":
         return Tree(kind, children=children)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import shardwright
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Hardware, load_hardware
 from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.compiler.trace.entry import trace
@@ -266,26 +266,28 @@ def report(
 
 
 def with_delay(hardware: Hardware, delay_s: float) -> Hardware:
-    """The machine with links on which a sum takes so much longer. Waiting for them takes nothing
-    from a processor, so that all of it can be hidden.
+    """The machine with links on which every collective takes so much longer. Waiting for them takes
+    nothing from a processor, so that all of it can be hidden.
     """
 
-    def later(added_s: float) -> Hardware:
+    def later(added_s: dict[str, float]) -> Hardware:
         tiers = []
         for tier in hardware.tiers:
+            links = {kind: tier.link(kind) for kind in COLLECTIVES}
             kinds = {
-                kind: replace(link, latency_s=link.latency_s + added_s)
-                for kind, link in tier.kinds.items()
+                kind: replace(link, latency_s=link.latency_s + added_s[kind])
+                for kind, link in links.items()
             }
-            tiers.append(replace(tier, latency_s=tier.latency_s + added_s, kinds=kinds))
+            tiers.append(replace(tier, kinds=kinds))
         return replace(hardware, tiers=tuple(tiers))
 
-    def sum_s(machine: Hardware) -> float:
-        return collective_s(machine, "all_reduce", 1e6, range(NUM_RANKS))
+    def seconds(machine: Hardware, kind: str) -> float:
+        return collective_s(machine, kind, 1e6, range(NUM_RANKS))
 
-    # A collective pays a latency several times.
-    times = sum_s(later(1.0)) - sum_s(hardware)
-    slow = later(delay_s / times)
+    # A collective pays a latency once or several times.
+    second_later = later(dict.fromkeys(COLLECTIVES, 1.0))
+    times = {kind: seconds(second_later, kind) - seconds(hardware, kind) for kind in COLLECTIVES}
+    slow = later({kind: delay_s / count for kind, count in times.items()})
     return replace(slow, device=replace(slow.device, overlap=1.0))
 
 

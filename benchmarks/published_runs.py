@@ -189,6 +189,10 @@ GPT2_VOCAB = 50257
 """The vocabulary of GPT-2."""
 
 
+def _is_of_vtrain(line: dict[str, str]) -> bool:
+    return "vtrain" in (line.get("source") or "").lower()
+
+
 def _vocab_of(line: dict[str, str]) -> int:
     """The vocabulary of a row whose table has none.
 
@@ -196,7 +200,7 @@ def _vocab_of(line: dict[str, str]) -> int:
     128 rows for each rank of tp. With one rank the runs are those of a head without padding.
     """
     tp = int(float(line.get("tp") or 1))
-    if "vtrain" not in (line.get("source") or "").lower():
+    if not _is_of_vtrain(line):
         return MEGATRON_VOCAB
     return GPT2_VOCAB if tp == 1 else -(-GPT2_VOCAB // (128 * tp)) * 128 * tp
 
@@ -209,8 +213,9 @@ def _recompute_of(line: dict[str, str]) -> str:
     repository, ``src/predictor.py``, ``create_layer_graph``).
     """
     text = line.get("recompute") or "none"
-    in_stages = "vtrain" in (line.get("source") or "").lower() and line.get("pp") not in ("", "1")
-    return f"{text}, {BUT_THE_LAST}" if text == "full" and in_stages else text
+    in_stages = (line.get("pp") or "1") != "1"
+    left_out = text == "full" and in_stages and _is_of_vtrain(line)
+    return f"{text}, {BUT_THE_LAST}" if left_out else text
 
 
 def precision_of(text: str, gpu: str) -> str:

@@ -1,9 +1,11 @@
 """Saving in the background while training goes on."""
 
+import io
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import checkpoints as c
@@ -312,7 +314,11 @@ def test_a_failure_that_nobody_waits_for_is_said(tmp_path, monkeypatch, capsys, 
     assert save not in saving._unfinished
 
 
-def test_a_process_that_could_end_says_what_it_waits_for(tmp_path, monkeypatch, capsys, gate):
+def test_a_process_that_could_end_says_what_it_waits_for(tmp_path, monkeypatch, gate):
+    # Not capsys: what a thread prints while it is read would be lost.
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+
     class Ended:
         def is_alive(self):
             return False
@@ -320,11 +326,11 @@ def test_a_process_that_could_end_says_what_it_waits_for(tmp_path, monkeypatch, 
     monkeypatch.setattr(saving, "_BEAT_S", 0.001)
     monkeypatch.setattr(saving.threading, "main_thread", Ended)
     save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), step=1, async_save=True)
-    said = ""
-    while not said:
-        said = capsys.readouterr().err
+    while not said.getvalue().endswith("\n"):
+        time.sleep(0.001)
     assert (
-        said == "shardwright: this process ends when it has written its part of the checkpoint "
+        said.getvalue()
+        == "shardwright: this process ends when it has written its part of the checkpoint "
         f"{save.folder}\n"
     )
     gate.set()

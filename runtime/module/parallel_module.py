@@ -244,7 +244,7 @@ class ParallelModule(DeclaredModule):
                 check_call((program or self).forward, args, kwargs, error)
                 raise
             except RuntimeError:
-                self._check_shapes()
+                self._check_tensors()
                 # What the compiler says of a call that was not compiled for is no help.
                 (program or self).check_arguments(args, kwargs)
                 raise
@@ -264,18 +264,25 @@ class ParallelModule(DeclaredModule):
         finally:
             self._checks_only = False
 
-    def _check_shapes(self) -> None:
-        """Refuse parameters of other shapes than those of this rank's pieces, after a call has
-        failed.
+    def _check_tensors(self) -> None:
+        """Refuse parameters and buffers of other shapes or dtypes than those of this rank's pieces,
+        after a call has failed.
         """
         for declaration in self._declarations.values():
-            ranks, found = self.ranks_of(declaration), tuple(self.weights(declaration.name).shape)
+            ranks, found = self.ranks_of(declaration), self.weights(declaration.name)
+            name = f"{declaration.name!r} of {type(self).__name__}"
             expected = declaration.layout.local_shape(ranks.mesh, ranks.coords)
-            if found != tuple(expected):
+            if tuple(found.shape) != tuple(expected):
                 raise UsageError(
-                    f"{declaration.name!r} of {type(self).__name__} has the shape {list(found)}",
+                    f"{name} has the shape {list(found.shape)}",
                     why=f"this rank's piece of it is {list(expected)}, of {declaration.layout}",
                     hint="give whole tensors to load_merged_state_dict, or load_checkpoint",
+                )
+            if found.dtype != declaration.dtype:
+                raise UsageError(
+                    f"{name} has the dtype {found.dtype}",
+                    why=f"it was compiled as {declaration.dtype}",
+                    hint="convert the original, and compile again",
                 )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -470,6 +477,8 @@ class ParallelModule(DeclaredModule):
             compare_inputs(type(self).__name__, same, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()
+            # torch.utils.checkpoint around the module calls it again in backward.
+            self.rng.repeats = torch._C._current_graph_task_id() != -1
 
     def check_mode(self) -> None:
         """Raise :class:`UsageError` in eval mode if there is no program for it, and where buffers

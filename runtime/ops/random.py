@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.atoms import AXIS, Atom
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import LoadError, UsageError
 from shardwright.runtime.graph_objects import define_operator, numbered, object_of
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.pieces import local_piece
@@ -46,8 +46,11 @@ class RngState:
     """What all draws of one module on one rank depend on.
 
     ``step`` and ``microbatch`` advance with :meth:`next_step` and :meth:`next_microbatch`; seed,
-    step and microbatch are what a checkpoint saves.
+    step and microbatch are what a checkpoint saves. ``repeats``: the module's present call is the
+    second run of an earlier one, and nobody knows of which.
     """
+
+    repeats = False
 
     def __init__(
         self,
@@ -150,7 +153,18 @@ class RngState:
     def generator(
         self, draw: str, device: torch.device, axes: Sequence[str] = ()
     ) -> torch.Generator:
-        """A fresh generator for one draw."""
+        """A fresh generator for one draw.
+
+        Raises :class:`UsageError` where the numbers would have to be those of an earlier call.
+        """
+        if self.repeats:
+            raise UsageError(
+                f"{draw!r} draws random numbers in a call that is made inside backward",
+                why="torch.utils.checkpoint around a parallel module runs it a second time there, "
+                "which would draw other numbers than the first: gradients would be wrong",
+                hint="leave it out, and name the modules to recompute: pas_config={'recompute': "
+                "[path, ...]}; or put it into forward of the model, before that is compiled",
+            )
         return torch.Generator(device).manual_seed(self.generator_seed(draw, axes))
 
 

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
+from torch.utils.checkpoint import _StopRecomputationError
+
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.hub import in_words
 from shardwright.runtime.ranks.late import Failure, Members
@@ -54,11 +56,12 @@ class FailingCalls(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         self._depth -= 1
-        # What another rank is to blame for has been told where it was noticed.
+        # What another rank is to blame for has been told where it was noticed. A recomputation
+        # that has got all that backward needs ends by an exception, too, on all ranks.
         if (
             self._depth == 0
             and isinstance(error, Exception)
-            and not isinstance(error, DistributedError)
+            and not isinstance(error, DistributedError | _StopRecomputationError)
         ):
             # The collectives that were begun since: others take part in these, and will fail alike.
             begun = {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 import shardwright
 from shardwright import ComputeConfig, run_ranks
@@ -73,6 +74,12 @@ def whole_data(module: Any) -> None:
     module(x=X)
 
 
+def halved(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.half()
+    module(x=X)
+
+
 def functional(module: Any) -> None:
     values = {name: 2 * value.detach() for name, value in module.named_parameters()}
     torch.func.functional_call(module, values, (), {"x": X})
@@ -102,6 +109,8 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
         "'up.weight' of Net cannot be initialised in place"),
     "a whole tensor as data": (whole_data,
         r"has the shape \[16, 8\]\n  why:   this rank's piece of it is \[8, 8\]"),
+    "data of another dtype": (halved,
+        "'up.weight' of Net has the dtype torch.float16\n  why:   it was compiled as torch.float64"),
     "no argument": (lambda m: m(), "Net.forward: missing a required argument: 'x'"),
     "an unknown argument": (lambda m: m(x=X, y=X),
         "Net.forward: got an unexpected keyword argument 'y'"),
@@ -148,6 +157,47 @@ def test_what_is_refused(files: Path) -> None:
             with pytest.raises(shardwright.ShardwrightError, match=words):
                 habit(module)
                 pytest.fail(f"{name} passes")
+
+    run_ranks(2, on_rank)
+
+
+class Drops(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_module_that_is_run_again_in_backward(tmp_path: Path, use_reentrant: bool) -> None:
+    """Its gradients are those of a call without ``checkpoint``, unless it draws: which call's
+    numbers to draw again, it cannot know.
+    """
+    x = X.clone().requires_grad_()
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+
+    def gradients(module: Any, again: bool) -> list[Tensor]:
+        def loss(x: Tensor) -> Any:
+            return module(x=x)
+
+        found = checkpoint(loss, x, use_reentrant=use_reentrant) if again else loss(x)
+        found.backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    def on_rank(rank: int) -> None:
+        module = shardwright.parallelize(net(), {"x": x}, "tp", config, gen_savedir=tmp_path)
+        expected = gradients(module, again=False)
+        module.zero_grad()
+        assert all(map(torch.equal, gradients(module, again=True), expected))
+        drops = shardwright.parallelize(
+            Drops().double(), {"x": x}, "tp", config, gen_savedir=tmp_path
+        )
+        gradients(drops, again=False)
+        with pytest.raises(
+            shardwright.UsageError,
+            match="'dropout' draws random numbers in a call that is made inside backward",
+        ):
+            gradients(drops, again=True)
+        gradients(drops, again=False)
+        gradients(drops.eval(), again=True)
 
     run_ranks(2, on_rank)
 

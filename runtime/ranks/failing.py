@@ -44,6 +44,7 @@ class FailingCalls(AbstractContextManager[None]):
         self._before: Calls = {}
         self._depth = 0
         self._failure: Failure | None = None
+        self._over: Calls = {}  # of the failures that this rank has gone on from
 
     def __enter__(self) -> None:
         if self._depth == 0:
@@ -70,7 +71,8 @@ class FailingCalls(AbstractContextManager[None]):
                 if number != self._before.get(group, 0)
             }
             line = str(error).partition("\n")[0]
-            self._failure = Failure(f"{type(error).__name__}: {line}", begun)
+            text = f"{type(error).__name__}: {line}"
+            self._failure = Failure(text, begun, before=self._over)
             self._notes.say_failed(self._failure)
 
     def _go_on(self, failure: Failure) -> None:
@@ -96,6 +98,7 @@ class FailingCalls(AbstractContextManager[None]):
             if members and not wait.pause():
                 raise self._alone(sorted(members), failure, self._notes.states(sorted(members)))
         self._failure = None
+        self._over = {**self._over, **failure.calls}
         self._notes.say_failed(replace(failure, is_over=True))  # others may have yet to read it
 
     def _alone(self, others: list[int], failure: Failure, why: str) -> DistributedError:
@@ -108,7 +111,10 @@ class FailingCalls(AbstractContextManager[None]):
 
 def _is_alike(found: Failure, mine: Failure) -> bool:
     """Whether another rank has failed in the same call, as far as both have begun collectives of
-    the same groups.
+    the same groups. It may have failed again since.
     """
-    common = found.calls.keys() & mine.calls.keys()
-    return bool(common) and all(found.calls[group] == mine.calls[group] for group in common)
+    for calls in (found.calls, found.before):
+        common = calls.keys() & mine.calls.keys()
+        if common and all(calls[group] == mine.calls[group] for group in common):
+            return True
+    return False

@@ -36,12 +36,14 @@ SLICE = timedelta(seconds=1)
 class Failure:
     """What a rank has said of its failure. ``calls``: for each group whose collectives it may owe,
     by the key of the group, how many of them it had begun; empty if the rank may still come.
-    ``is_over``: it has gone on since.
+    ``is_over``: it has gone on since. ``before``: the ``calls`` of failures before this one, which
+    others may have yet to read.
     """
 
     text: str
     calls: Mapping[str, int] = field(default_factory=dict)
     is_over: bool = False
+    before: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

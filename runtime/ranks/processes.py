@@ -102,7 +102,7 @@ class Roll:
 
     def say_failed(self, failure: Failure) -> None:
         """Tell other ranks, which will miss this one, why it fails."""
-        text = json.dumps([failure.text, dict(failure.calls), failure.is_over])
+        text = json.dumps(asdict(failure))
 
         def say() -> None:
             self._store.set(f"failed{self._rank}", text)
@@ -164,7 +164,7 @@ class Roll:
         if not self._store.check([_ANY_FAILED]):  # one question where all is well
             return {}
         there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"failed{rank}"])]
-        return {rank: Failure(*json.loads(self._store.get(f"failed{rank}"))) for rank in there}
+        return {rank: Failure(**json.loads(self._store.get(f"failed{rank}"))) for rank in there}
 
     def _waiting(self, ranks: Sequence[int], where: list[str | int]) -> dict[int, Waiting]:
         there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"waits{rank}"])]

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "a whole tensor as data": (whole_data,
         r"has the shape \[16, 8\]\n  why:   this rank's piece of it is \[8, 8\]"),
     "data of another dtype": (halved,
-        "'up.weight' of Net has the dtype torch.float16\n  why:   it was compiled as torch.float64"),
+        "'up.weight' of Net has the dtype torch.float16\n  why:   it was compiled as"),
     "no argument": (lambda m: m(), "Net.forward: missing a required argument: 'x'"),
     "an unknown argument": (lambda m: m(x=X, y=X),
         "Net.forward: got an unexpected keyword argument 'y'"),

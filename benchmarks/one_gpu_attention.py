@@ -16,18 +16,10 @@ from one_gpu_tables import Line
 from torch import Tensor
 
 from shardwright.frontend.calibrate.timing import seconds_per_call
-from shardwright.runtime.ops.attention_blocks import (
-    Block,
-    CpuFlash,
-    CudaEfficient,
-    CudaFlash,
-    Kernel,
-    WrittenOut,
-    as_bias,
-    attend,
-    attend_backward,
-    kernel_for,
-)
+from shardwright.runtime.ops.attend_blocks import attend, attend_backward, kernel_for
+from shardwright.runtime.ops.attention_blocks import Block, Kernel, as_bias
+from shardwright.runtime.ops.attention_kernels import CpuFlash, CudaEfficient, CudaFlash
+from shardwright.runtime.ops.attention_written_out import WrittenOut
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """How far blocks may be from the same ones in float64, relative to their norm."""

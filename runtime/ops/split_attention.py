@@ -29,20 +29,22 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardwright.runtime.marks import Marks, Seen
-from shardwright.runtime.ops.attention_blocks import (
+from shardwright.runtime.ops.attend_blocks import (
     CALL_FLOP,
+    attend,
+    attend_backward,
+    kernel_for,
+    parts_of_backward,
+)
+from shardwright.runtime.ops.attention_blocks import (
     Block,
     Flat,
     as_bias,
-    attend,
-    attend_backward,
     common_gradient,
     enough_to_measure,
     hidden_alike,
-    kernel_for,
     merge,
     merging_dtype,
-    parts_of_backward,
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
 from shardwright.runtime.ops.attention_rows import (

@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.marks import Seen
-from shardwright.runtime.ops import attention_blocks, attention_where, split_attention
-from shardwright.runtime.ops.attention_blocks import (
-    Block,
-    WrittenOut,
+from shardwright.runtime.ops import attention_where, attention_written_out, split_attention
+from shardwright.runtime.ops.attend_blocks import (
     attend,
     attend_backward,
     kernel_for,
     parts_of_backward,
 )
+from shardwright.runtime.ops.attention_blocks import Block
 from shardwright.runtime.ops.attention_moves import moves_of
+from shardwright.runtime.ops.attention_written_out import WrittenOut
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -128,7 +128,7 @@ def test_kernels_and_the_written_out_form_agree(monkeypatch: MonkeyPatch) -> Non
     kernel = on_ranks(2, 3, torch.float64, causal=True)
     monkeypatch.setattr(split_attention_module, "kernel_for", lambda *args, **drops: WrittenOut())
     # Two queries at a time, of 2 samples with 4 heads.
-    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 2 * 4 * 2 * 4)
+    monkeypatch.setattr(attention_written_out, "MOST_SCORES", 2 * 4 * 2 * 4)
     written = on_ranks(2, 3, torch.float64, causal=True)
     for (found, _), (expected, _) in zip(written, kernel, strict=True):
         for x, y in zip(found, expected, strict=True):
@@ -209,7 +209,7 @@ def test_fake_tensors_say_what_many_tiles_take_by_a_few(
     """The peaks of forward and backward are those of real tensors. Four times as many tiles, or
     parts of scores, take no operator more.
     """
-    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 2**16)
+    monkeypatch.setattr(attention_written_out, "MOST_SCORES", 2**16)
     monkeypatch.setitem(split_attention_module.CALL_FLOP, "cpu", 0)
 
     def measured(length: int, mode: Any) -> tuple[int, int, int]:
@@ -259,7 +259,7 @@ def test_capped_scores_are_never_whole(monkeypatch: MonkeyPatch) -> None:
     written = scores.masked_fill(causal.logical_not(), -torch.inf).softmax(-1) @ value
     expected = [written.detach(), *torch.autograd.grad(written, leaves, grad)]
 
-    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 1024)
+    monkeypatch.setattr(attention_written_out, "MOST_SCORES", 1024)
     with _Largest() as largest:
         bands = ((0, length, 0, 1, 0, 1),)
         out = attention_where(query, key, value, bands=bands, scale=0.5, cap=cap)

@@ -167,7 +167,7 @@ class BodyWriter(StatementWriter):
         arguments += [*inputs, *run.symbols]
         if not run.recompute:
             return f"self.{method.name}({', '.join(arguments)})"
-        self._need("recompute")
+        self.need("recompute")
         # Where the block is recomputed, its random numbers must be the same the second time.
         moment = ["rng=self.rng"] if draws(run.instructions) else []
         return f"recompute({', '.join([f'self.{method.name}', *arguments, *moment])})"

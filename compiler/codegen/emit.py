@@ -17,11 +17,12 @@ import jinja2
 
 from shardwright.compiler.codegen.bodies import LEAVES_OUT, BodyWriter
 from shardwright.compiler.codegen.comments import legend
+from shardwright.compiler.codegen.compared_inputs import input_lines, known_buffer_lines
 from shardwright.compiler.codegen.declare import declaration_lines
+from shardwright.compiler.codegen.file_names import RESERVED
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
-from shardwright.compiler.codegen.statements import RESERVED
 from shardwright.compiler.codegen.symbols_used import used_symbols
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap, wrap_statement
 from shardwright.compiler.ir.graph import IRGraph, Tree
@@ -166,7 +167,7 @@ class Writer(BodyWriter):
     def fields(self, origin: Origin) -> dict[str, Any]:
         """Everything the template needs that is the same on all ranks."""
         program, graph = self.program, self.program.graph
-        self._need("Mesh", "ParallelModule")
+        self.need("Mesh", "ParallelModule")
         return {
             "origin": origin,
             "mesh": program.plan.mesh,
@@ -181,8 +182,8 @@ class Writer(BodyWriter):
                 *gathering_lines(program.plan.zero, gathers=self._gathers_weights()),
             ],
             "class_name": graph.name,
-            "inputs": self._input_lines(graph, program.input_layouts),
-            "known_buffers": self._known_buffer_lines(graph),
+            "inputs": input_lines(self, graph, program.input_layouts),
+            "known_buffers": known_buffer_lines(self, graph),
             "training_only": graph.training_only,
             "declarations": self._declarations(),
             "bodies": self._bodies(),
@@ -224,7 +225,7 @@ class Writer(BodyWriter):
                 words.append(f"{name}=ABSENT" if defaults or tree is None else name)
             defaults = defaults or "=" in words[-1]
         if any(word.endswith("=ABSENT") for word in words):
-            self._need("ABSENT")
+            self.need("ABSENT")
         return ", ".join(words)
 
     def _unpack(self, scope: Scope, used: set[str]) -> list[Line]:
@@ -239,7 +240,7 @@ class Writer(BodyWriter):
                     scope.bind(tree.value, local)
                 pairs.append(f"{quoted(name)}: {local}")
                 continue
-            self._need("flatten")
+            self.need("flatten")
             lines.append(Line(f"{local}_leaves = flatten({local}, {quoted(name)})"))
             pairs.append(f"**{local}_leaves")
             tensors = [

@@ -25,6 +25,7 @@ import torch
 
 from shardwright.compiler.codegen.bodies import LEAVES_OUT, BodyWriter
 from shardwright.compiler.codegen.comments import describe, legend
+from shardwright.compiler.codegen.compared_inputs import input_lines, known_buffer_lines
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.emit import (
     Origin,
@@ -194,9 +195,9 @@ class _PipelineWriter(BodyWriter):
             "schedule": assigned("schedule", quoted(plan.schedule)),
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
-            "inputs": self._input_lines(program.graph),
+            "inputs": input_lines(self, program.graph),
             "arguments": _argument_lines(program.graph, _symbols(program)),
-            "known_buffers": self._known_buffer_lines(program.graph),
+            "known_buffers": known_buffer_lines(self, program.graph),
             "training_only": program.graph.training_only,
             "size_methods": size_methods,
             "output_stages": {body: _output_lines(p) for body, p in named},

@@ -8,34 +8,27 @@ the layout of the result and the user's line:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any
 
-import sympy
-import torch
-
 from shardwright.compiler.codegen.comments import describe
+from shardwright.compiler.codegen.file_names import FileNames
 from shardwright.compiler.codegen.literals import named, source, tuple_text
 from shardwright.compiler.codegen.local_sizes import renamed, size_names, sizes_in, spelled
 from shardwright.compiler.codegen.names import (
     Scope,
-    axis_variables,
 )
 from shardwright.compiler.codegen.text import (
-    WIDTH,
     Line,
     names_read,
-    wrap,
 )
-from shardwright.compiler.ir.graph import IRGraph, Tree
-from shardwright.compiler.ir.identifier import axis_variable, identifier, is_name
-from shardwright.compiler.ir.op import AxisRef, IROp, RankDevice, leaves
+from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.identifier import identifier
+from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.quote import comment, quoted
-from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
+from shardwright.compiler.ir.size import LocalSize, Size, to_python
 from shardwright.compiler.ir.time_steps import TIME_STEPS, TimeSteps
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import (
@@ -45,7 +38,6 @@ from shardwright.compiler.ops.render import (
     imports_of,
     imports_of_literal,
     imports_of_steps,
-    names_bound,
     step_source,
 )
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
@@ -56,7 +48,6 @@ from shardwright.compiler.plan.program import (
     Program,
     draws,
     gathers_at,
-    steps,
 )
 from shardwright.compiler.plan.repeated_blocks import (
     Item,
@@ -64,178 +55,18 @@ from shardwright.compiler.plan.repeated_blocks import (
     Update,
     weight_path,
 )
-from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.structure import values_digest
-from shardwright.runtime.told import Told, told
-
-RUNTIME_IMPORTS = {
-    "Mesh": "from shardwright.runtime.layout import Mesh",
-    "Cut": "from shardwright.runtime.layout import Cut",
-    "Told": "from shardwright.runtime.told import Told",
-    "ParallelModule": "from shardwright.runtime.module.parallel_module import ParallelModule",
-    "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
-    "flatten": "from shardwright.runtime.structure import flatten",
-    "recompute": "from shardwright.runtime.recompute import recompute",
-    "in_pieces": "from shardwright.runtime.in_pieces import in_pieces",
-    "piece_of": "from shardwright.runtime.in_pieces import piece_of",
-    "all_gather_together": "from shardwright.runtime.adapters import all_gather_together",
-    "Joined": "from shardwright.runtime.in_pieces import Joined",
-    "TOTAL": "from shardwright.runtime.in_pieces import TOTAL",
-    "Once": "from shardwright.runtime.in_pieces import Once",
-    "Gather": "from shardwright.runtime.in_pieces import Gather",
-    "rebuild": "from shardwright.runtime.structure import rebuild",
-    "start": "from shardwright.runtime.started import start",
-    "arrived": "from shardwright.runtime.started import arrived",
-}
-BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
-RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
-"""Names that bodies read, so that no variable may have them."""
+from shardwright.runtime.layout import Mesh
 
 
 @dataclass
-class StatementWriter:
-    """Writes single statements, and knows what all of them together import.
+class StatementWriter(FileNames):
+    """Writes single statements, and knows what all of them together import."""
 
-    ``imports``: the import statements that what was written so far needs.
-    """
-
-    program: Program
-    imports: set[str] = field(default_factory=set)
-    _imported: set[str] | None = None
-    _classes: dict[str, str] = field(default_factory=dict)
-    # The variables of axes, by the id of a program.
-    _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
     _container: str = ""  # the path of the module whose method is being written
     _train_only: set[str] = field(default_factory=set)  # values that exist in training only
     # Statements that wait for messages, each with the items that it goes between, and the position
     # of that in front of it.
     _waits: list[tuple[Sequence[Item], int, Line]] = field(default_factory=list)
-
-    def _need(self, *names: str) -> None:
-        self.imports |= {RUNTIME_IMPORTS[name] for name in names}
-
-    def _programs(self) -> list[Program]:
-        """Every program whose body stands in the file."""
-        return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
-
-    def _gathers_weights(self) -> bool:
-        return any(
-            adapter.gathers_weight or adapter.gathers_again
-            for program in self._programs()
-            for adapter in program.adapters()
-        )
-
-    def _reserved(self, program: Program) -> set[str]:
-        """Names that no variable may take: those of axes, and of everything the file imports."""
-        return RESERVED | self._imports_read() | set(self._axis_variables(program).values())
-
-    def _imports_read(self) -> set[str]:
-        """The names that the imports of the file bind."""
-        if self._imported is None:
-            self._imported = set()
-            needed: set[str] = set()
-            for instruction in (
-                instruction
-                for program in self._programs()
-                for instruction in steps(program.instructions)
-            ):
-                if isinstance(instruction, Adapt):
-                    self._imported.add(instruction.step.kind)
-                else:
-                    needed |= imports_of(instruction.op)
-            self._imported |= names_bound(needed)
-            for program in self._programs():
-                for tree in (program.graph.output, *(tree for _, tree in program.graph.signature)):
-                    self._imported |= names_bound(
-                        s for _, leaf in tree.leaves() for s in imports_of_literal(leaf)
-                    )
-            self._classes = self._output_classes(self._imported)
-            self._imported |= set(self._classes.values())
-        return self._imported
-
-    def _output_classes(self, imported: Collection[str]) -> dict[str, str]:
-        """The names under which the file imports the classes of objects in results, by the path of
-        the class. ``imported``: names that the file imports besides.
-
-        Not among them are classes that no plain import finds where the file is loaded, and such
-        whose name means something else in it.
-        """
-        taken = {*RESERVED, *imported, self.program.graph.name}
-        names: dict[str, str] = {}
-        for path in (p for program in self._programs() for p in program.graph.output.classes()):
-            module, _, name = path.partition(":")
-            is_free = path in names or name not in {*taken, *names.values()}
-            is_plain = module != "__main__" and all(map(is_name, [*module.split("."), name]))
-            if is_plain and is_free:
-                names[path] = name
-        return names
-
-    def _axis_variables(self, program: Program) -> dict[tuple[str, ...], str]:
-        """The variables that stand for the groups of a program's axes: ``tp``, ``tp_tp2``."""
-        if id(program) not in self._axes:
-            graph = program.graph
-            taken = RESERVED | self._imports_read() | {dim.symbol for dim in graph.dynamic_dims}
-            self._axes[id(program)] = axis_variables(
-                program, taken | {f"{name}_leaves" for name in graph.argument_order}
-            )
-        return self._axes[id(program)]
-
-    def _with_axes(self, program: Program) -> Callable[[Any], Any]:
-        """A function that puts the variables of axes into an argument or a size. It changes nothing
-        if all of them have their usual names.
-        """
-        variables = self._axis_variables(program)
-        renamed = {
-            axes[0]: name
-            for axes, name in variables.items()
-            if len(axes) == 1 and name != axis_variable(axes[0])
-        }
-
-        def replaced(leaf: Any) -> Any:
-            if isinstance(leaf, AxisRef):
-                return Source(renamed.get(leaf.name, axis_variable(leaf.name)))
-            return with_axis_variables(leaf, renamed) if isinstance(leaf, sympy.Expr) else leaf
-
-        return replaced if renamed else _as_it_is
-
-    def _source_of(self, program: Program) -> Callable[[Size], str]:
-        """A function that writes the source of a size."""
-        replaced = self._with_axes(program)
-        return to_python if replaced is _as_it_is else lambda size: to_python(replaced(size))
-
-    def _input_lines(
-        self, graph: IRGraph, given: Mapping[str, Layout] = MappingProxyType({})
-    ) -> list[str]:
-        """The lines of the dict against which calls are checked: for the path of every leaf of the
-        arguments its shape and dtype, or its value. ``given``: the layouts of inputs by name, where
-        ranks are given pieces.
-        """
-        lines, known = [], dict(graph.constant_inputs)
-        for path, leaf in input_leaves(graph):
-            self.imports |= imports_of_literal(leaf)
-            if isinstance(leaf, IRValue):
-                words = [quoted(_shape_text(leaf, given.get(leaf.name))), str(leaf.dtype)]
-                words += [_values_text(known[leaf.name])] if leaf.name in known else []
-                text = f"({', '.join(words)})"
-            elif isinstance(leaf, Told):
-                self._need("Told")
-                text = f"Told({quoted(leaf.text)})"
-            else:
-                text = source(leaf)
-            lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
-        return lines
-
-    def _known_buffer_lines(self, graph: IRGraph) -> list[str]:
-        """The lines of the dict of buffers whose values are compiled in, by original name."""
-        names = {buffer.name: buffer.fqn or "" for buffer in graph.buffers}
-        lines = []
-        for name, tensor in graph.constant_buffers:
-            values = tensor.tolist()
-            self.imports |= imports_of_literal(values)
-            lines += wrap(f"{quoted(names[name])}: {source(values)},", WIDTH - 8)
-        return lines
-
-    # statements
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
         """The statements that let go of what is gathered again: ``del weight_tp_whole``."""
@@ -297,7 +128,7 @@ class StatementWriter:
         weights = instruction.beside if isinstance(instruction, Adapt) else ()
         if not weights and not instruction.meanwhile:
             return [line]
-        self._need("start", "arrived")
+        self.need("start", "arrived")
         targets, _, call = line.code.partition(" = ")
         function, _, arguments = call.partition("(")
         started = f"start({function}, {arguments}"
@@ -324,7 +155,7 @@ class StatementWriter:
         Whatever may take a gradient is an argument of the function. It reads all else, such as
         sizes and groups, from around it.
         """
-        self._need("in_pieces")
+        self.need("in_pieces")
         function = scope.unused(f"{identifier(loop.axis)}_piece")
         scope.reserve(function)
         outside, words, arguments = [], [], []
@@ -387,25 +218,25 @@ class StatementWriter:
         if step.kind == "grad_all_reduce":
             return name
         if step.kind == "keep_one":
-            self._need("Once")
+            self.need("Once")
             return f"Once({name})"
         if step.kind == "all_reduce":
-            self._need("TOTAL")
+            self.need("TOTAL")
             return "TOTAL"
         assert step.cut is not None
         if step.kind == "narrow":
-            self._need("piece_of")
+            self.need("piece_of")
             plain = _is_plain(step.cut, program.plan.computing_mesh, step)
             cut = "" if plain else f", {self._cut(step.cut, sizes)}"
             ahead = "" if gather is None else f", gather={self._gather_text(gather, program)}"
             return f"piece_of({name}, {step.dim}{cut}{ahead})"
-        self._need("Joined")
+        self.need("Joined")
         wanted = ", wanted=not self.trains" if door.result.name in late else ""
         return f"Joined({step.dim}, {self._cut(step.cut, sizes)}{wanted})"
 
     def _gather_text(self, gather: Adapt, program: Program) -> str:
         """What ranks gather of a piece that a loop takes."""
-        self._need("Gather")
+        self.need("Gather")
         step = gather.step
         words = [self._axis_variables(program)[step.axes], str(step.dim), f'"{step.backward}"']
         assert step.cut is not None
@@ -422,7 +253,7 @@ class StatementWriter:
         if gathers[0].gathers_weight:
             function = "self.gathered_together"
         else:
-            self._need(function)
+            self.need(function)
             words += self._joined_dim(step, program)
         # The usual backward of a gathered weight is not spelled out.
         if step.backward != "reduce_scatter" or not gathers[0].gathers_weight:
@@ -558,7 +389,7 @@ class StatementWriter:
         return Line(f"{scope.name(instruction.result)} = {call}", note, guards)
 
     def _cut(self, cut: CutSizes, sizes: Callable[[Size], str]) -> str:
-        self._need("Cut")
+        self.need("Cut")
         words = [tuple_text(map(sizes, cut.segments))]
         if cut.outer != 1 or cut.inner != 1:
             words.append(sizes(cut.outer))
@@ -582,19 +413,8 @@ class StatementWriter:
         fields = ", ".join(f"{key}: {text}" for key, text in zip(keys, parts, strict=True))
         if tree.kind == "dict":
             return f"{{{fields}}}"
-        self._need("rebuild")
+        self.need("rebuild")
         return f"rebuild({self._class(tree.type_path or '')}, {{{fields}}})"
-
-    def _class(self, path: str) -> str:
-        """The source of a class in a result. ``torch.compile`` does not read a call that imports,
-        so that the file imports it where it can.
-        """
-        self._imports_read()
-        if path not in self._classes:
-            return quoted(path)
-        module, _, name = path.partition(":")
-        self.imports.add(f"from {module} import {name}")
-        return name
 
     def _literal(self, arg: Any, scope: Scope) -> str:
         """The source of a leaf or a key of the result, with what it imports."""
@@ -627,44 +447,6 @@ class StatementWriter:
 _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
 
 
-_COMPARED = (
-    IRValue, bool, int, float, complex, str, bytes, range, Enum, torch.dtype, torch.layout,
-    torch.memory_format,
-)  # fmt: skip
-
-
-def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
-    """Path and value of every leaf of the arguments against which calls are checked: tensors, and
-    what two calls can be compared by. Devices are each rank's own.
-    """
-    found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
-    return [(path, _compared(leaf)) for path, leaf in found if not isinstance(leaf, RankDevice)]
-
-
-def _compared(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, _COMPARED):
-        return leaf
-    # The trace takes a shape apart, whose sizes may vary in a result.
-    return Told(told(torch.Size(leaf) if type(leaf) is tuple else leaf))
-
-
-_SHOWN_VALUES = 16
-"""The most values of a constant input that are written out."""
-
-
-def _values_text(tensor: torch.Tensor) -> str:
-    """The values of a constant input as a nested list, or their digest if they are many."""
-    return (
-        repr(tensor.tolist()) if tensor.numel() <= _SHOWN_VALUES else quoted(values_digest(tensor))
-    )
-
-
-def _shape_text(value: IRValue, layout: Layout | None) -> str:
-    if layout is not None and layout.cut_axes:
-        return str(layout)
-    return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
-
-
 def op_path(instruction: Compute, container: str) -> str:
     """The path of the module to which an operator belongs, below the ``container`` whose method is
     being written.
@@ -672,10 +454,6 @@ def op_path(instruction: Compute, container: str) -> str:
     path = instruction.original.module_path
     inside = not container or path == container or path.startswith(f"{container}.")
     return path.removeprefix(container).lstrip(".") if inside else path
-
-
-def _as_it_is(leaf: Any) -> Any:
-    return leaf
 
 
 def _is_plain(cut: CutSizes, mesh: Mesh, step: AdapterStep) -> bool:

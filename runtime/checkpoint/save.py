@@ -237,10 +237,16 @@ class CheckpointSave:
     def _tell_failure(self, error: Exception) -> None:
         if not self._mark.exists():
             return
+        told = self.folder / _failure_file(self._world.rank)
         try:
-            write_file(self.folder / _failure_file(self._world.rank), str(error).encode())
+            # What this rank has written may be what fills the disk.
+            (self.folder / tensor_file(self._world.rank)).unlink(missing_ok=True)
+            write_file(told, str(error).encode())
         except OSError:
-            return  # rank 0 runs out of patience instead; this rank's own error surfaces either way
+            # A full disk takes another name still. Else rank 0 runs out of patience.
+            if self.alive_file is not None:
+                with contextlib.suppress(OSError):
+                    self.alive_file.rename(told)
 
     def _await_others(self) -> None:
         """Return when the parts of all ranks are there. A rank that works gives signs of life, so
@@ -261,9 +267,9 @@ class CheckpointSave:
                 (rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None
             )
             if failed is not None:
-                text = (self.folder / _failure_file(failed)).read_text()
                 raise CheckpointError(
-                    f"rank {failed} could not save its part of {self.folder}", why=text
+                    f"rank {failed} could not save its part of {self.folder}",
+                    why=self._failure_of(failed),
                 )
             waiting -= {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
             if not waiting:
@@ -290,6 +296,15 @@ class CheckpointSave:
                     hint="see whether their processes have ended; the directory must be on a file "
                     "system that all ranks share; " + LIMIT_HINT,
                 )
+
+    def _failure_of(self, rank: int) -> str:
+        """What a rank says that has failed."""
+        text = (self.folder / _failure_file(rank)).read_text()
+        try:
+            process = Process.from_json(json.loads(text))
+        except ValueError:
+            return text
+        return f"it could not write why; {process} has logged it"
 
     def _is_gone(self, rank: int, processes: dict[int, Process]) -> bool:
         """Whether the process of another rank is seen to have ended. ``processes``: what is known

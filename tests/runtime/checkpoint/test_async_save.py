@@ -149,6 +149,46 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch, is_seen_to_be_gon
     assert c.on("mlp", ("tp", 2, 2), rank) == [True, True]
 
 
+@pytest.mark.parametrize("takes_words", [True, False])
+def test_a_rank_whose_disk_is_full(tmp_path, monkeypatch, takes_words):
+    """The others are told at once, though there may be no room for a word."""
+    monkeypatch.setenv("SHARDWRIGHT_TIMEOUT_S", "60")
+    original_tensors, original_file = saving.write_tensors, saving.write_file
+
+    def write_tensors(path, sources):
+        if path.name != "rank-00001.safetensors":
+            return original_tensors(path, sources)
+        path.write_bytes(b"as much as there is room for")
+        raise OSError(28, "No space left on device")
+
+    def write_file(path, data):
+        if not takes_words or path.with_suffix(".safetensors").exists():
+            raise OSError(28, "No space left on device")
+        original_file(path, data)
+
+    monkeypatch.setattr(saving, "write_tensors", write_tensors)
+    monkeypatch.setattr(saving, "write_file", write_file)
+
+    def rank():
+        trainer = c.trainer("mlp", ("tp", 2, 2))
+        save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
+        with pytest.raises((CheckpointError, FileError)) as error:
+            save.wait()
+        return str(error.value)
+
+    began = time.monotonic()
+    told, own = c.on("mlp", ("tp", 2, 2), rank)
+    assert time.monotonic() - began < 30 and "No space left on device" in own
+    why = (
+        "No space left on device" if takes_words else f"it could not write why; {Process.own()} has"
+    )
+    assert (
+        told.startswith(f"rank 1 could not save its part of {tmp_path / '000001'}\n")
+        and why in told
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["OWNER"]
+
+
 def test_a_rank_that_wakes_up_when_its_save_was_given_up(tmp_path, gate):
     save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
     shutil.rmtree(save.folder)  # by rank 0, which has waited too long

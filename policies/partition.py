@@ -32,7 +32,7 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting.cut_stages import Cutter
+from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.stage_places import num_places
 from shardwright.runtime.config import ComputeConfig
@@ -94,18 +94,25 @@ def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGr
     return replace(graph, ops=mark_recompute(graph, modules).ops) if modules else graph
 
 
-def cutter_of(graph: PlannableGraph, num_microbatches: int) -> Cutter:
+def cutter_of(
+    graph: PlannableGraph,
+    num_microbatches: int,
+    memory_bytes: float = float("inf"),
+    waits: Waits | None = None,
+) -> Cutter:
     """The search's own cutter for schedules of so many microbatches. It keeps what the schedules of
-    one program have in common.
+    one program have in common. ``memory_bytes``: what its bounds heed; its cuts heed none.
+    ``waits``: what is known of schedules, shared with other cutters.
     """
     space = SearchSpace(
         meshes={},
         num_microbatches=num_microbatches,
         recompute=(),
+        memory_bytes=memory_bytes,
         tolerance=CLEARLY,
         block_share=FINELY,
     )
-    return Cutter(graph, space)
+    return Cutter(graph, space, waits)
 
 
 def cut(
@@ -122,14 +129,7 @@ def cut(
         PlanError: there are fewer places to cut than stages need.
     """
     cutter = cutter or cutter_of(graph, schedule.num_microbatches)
-    # Stages on each position: 2 for an interleaved schedule of 8 stages on 4 ranks.
-    named_schedule = NamedSchedule(schedule.name, schedule.num_stages // schedule.num_ranks)
-    by_hand = None if schedule.name in SCHEDULES else schedule
-    lowered = LoweredPlacement(PlacedModel(walk.program.plan, 0.0, "", ""), walk)
-    cut_request = CutRequest(
-        "stages", (lowered,), schedule.num_ranks, named_schedule, pp_place, by_hand=by_hand
-    )
-    starts = cutter.starts(cut_request)
+    starts = cutter.starts(cut_request_of(walk, schedule, pp_place))
     if starts is None:
         raise PlanError(
             f"the graph cannot be cut into {schedule.num_stages} stages",
@@ -137,3 +137,14 @@ def cut(
             hint="ask for fewer stages",
         )
     return [graph.ops[start].name for start in starts]
+
+
+def cut_request_of(walk: Walk, schedule: Schedule, pp_place: int = 0) -> CutRequest:
+    """The request for stages of a program of the whole model on the mesh of a position."""
+    # Stages on each position: 2 for an interleaved schedule of 8 stages on 4 ranks.
+    named_schedule = NamedSchedule(schedule.name, schedule.num_stages // schedule.num_ranks)
+    by_hand = None if schedule.name in SCHEDULES else schedule
+    lowered = LoweredPlacement(PlacedModel(walk.program.plan, 0.0, "", ""), walk)
+    return CutRequest(
+        "stages", (lowered,), schedule.num_ranks, named_schedule, pp_place, by_hand=by_hand
+    )

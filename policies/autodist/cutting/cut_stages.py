@@ -88,6 +88,9 @@ class _Cuts:
     bound_s: float
 
 
+Waits = dict[tuple[NamedSchedule, int], tuple[Chains, Known]]
+"""By schedule and number of positions, the chains of its actions, and what is known of them."""
+
 KEPT = 8
 """The number of chains whose prices of boundaries are kept: the schedules of a placement are tried
 one after the other.
@@ -102,13 +105,14 @@ memory.
 class Cutter:
     """Cuts cut requests on one graph into stages."""
 
-    def __init__(self, graph: PlannableGraph, space: SearchSpace) -> None:
+    def __init__(
+        self, graph: PlannableGraph, space: SearchSpace, waits: Waits | None = None
+    ) -> None:
         self.graph, self.space = graph, space
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], BlockCosts] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
-        # By schedule and number of positions.
-        self._waits: dict[tuple[NamedSchedule, int], tuple[Chains, Known]] = {}
+        self.waits: Waits = {} if waits is None else waits
 
     @functools.cached_property
     def _by_layer(self) -> tuple[list[int], dict[int, str]]:
@@ -186,15 +190,30 @@ class Cutter:
         enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
         return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
 
+    def may_fit(self, cut_request: CutRequest) -> bool:
+        """Whether some cut with one placement has stages that fit, each as if the memory of its
+        position were its own. A bound says more, and takes longer to set up.
+        """
+        (lowered,) = cut_request.placements
+        count = self.space.num_microbatches
+        return any(
+            StageCosts(
+                *self._placed_blocks(cut_request, [self._costs_of(lowered.walk, starts, layers)]),
+                count,
+                False,
+            ).may_fit(_alone(cut_request, count), self.space.memory_bytes)
+            for starts, layers in self._chains(lowered.walk, cut_request.num_stages)
+        )
+
     def scheduled_bound(self, cut_request: CutRequest) -> ScheduledBound:
         """What no cut of a cut request takes less than, as its stages wait for one another on its
         schedule and share the memory of their positions: to be found out by playing.
         """
         named_schedule, count = cut_request.named_schedule, self.space.num_microbatches
         schedule = cut_request.schedule(count)
-        if (key := (named_schedule, cut_request.num_positions)) not in self._waits:
-            self._waits[key] = Chains(schedule), Known()
-        waits, known = self._waits[key]
+        if (key := (named_schedule, cut_request.num_positions)) not in self.waits:
+            self.waits[key] = Chains(schedule), Known()
+        waits, known = self.waits[key]
         alone, memory = _alone(cut_request, count), self.space.memory_bytes
         games = []
         # For each way to see the model as blocks: the least of what its stages can have.

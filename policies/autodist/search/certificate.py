@@ -17,7 +17,7 @@ from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.meshes import with_pp
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
 from shardwright.policies.autodist.candidates.titles import first_of
-from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
+from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.scheduled import ScheduledBound
 
 ROUNDS = 8
@@ -96,7 +96,7 @@ def raise_bounds(state: SearchState) -> None:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
-    until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
+    until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARES[1] * state.clock.limit_s)
 
     # Only a share of the time that is left goes into bounds.
     def is_late() -> bool:

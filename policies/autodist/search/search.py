@@ -49,8 +49,10 @@ from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
 from shardwright.runtime.config import ComputeConfig
 
-MESH_SHARES = (0.3, 0.5, 0.7)
-"""The shares of the time limit at which the meshes placed so far are tried before more are."""
+MESH_SHARES = (0.1, 0.3, 0.5, 0.7)
+"""The shares of the time limit at which the meshes placed so far are tried before more are. The
+first comes soon: once a plan is known, less is asked of meshes that cannot be better.
+"""
 
 ESTIMATED = 120.0
 """A limit of less than that many times what it takes to estimate all meshes is very short."""

@@ -53,7 +53,7 @@ TRYING_SHARE = 0.8
 AUDITS_KEPT = 2
 """The number of audits that must have time behind that share, if more is to be tried."""
 
-BOUNDS_SHARE = 0.2
+BOUNDS_SHARES = (0.1, 0.2)
 """The share of the time limit that is kept for raising the bounds of pipelines, and the most that
 this may take.
 """

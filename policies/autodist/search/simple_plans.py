@@ -38,8 +38,10 @@ from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates.axis_roles import named
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
+from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.search.simple_rules import (
     Rules,
@@ -48,7 +50,7 @@ from shardwright.policies.autodist.search.simple_rules import (
 from shardwright.policies.autodist.search.simple_times import SimpleTimes
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.partition import cut as cut_into_stages
-from shardwright.policies.partition import cutter_of, with_regions
+from shardwright.policies.partition import cut_request_of, cutter_of, with_regions
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -57,6 +59,9 @@ SIMPLE_SLACK = 0.95
 """Plans are audited whose parts take no more than the memory after this factor: at a boundary
 adapters may be saved.
 """
+
+TURNS, ROUNDS = 8, 8
+"""How many turns of how many rounds are played to find out that a schedule needs no cut."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ def simple_plans(
     below_s: float = float("inf"),
     rules: Rules | None = None,
     later: list[Iterator[SimplePlan]] | None = None,
+    most_bytes: float = float("inf"),
+    waits: Waits | None = None,
 ) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
@@ -132,7 +139,7 @@ def simple_plans(
             # Where stages begin, for every schedule.
             on = partial(
                 _simple_plans, marked, walk, times, again, way.whose, num_positions, pp_place,
-                space, below_s,
+                space, below_s, most_bytes, waits,
             )  # fmt: skip
             if later is None:
                 yield from on(named_schedules)
@@ -166,15 +173,15 @@ def _by_even_bytes(
     """
     found: tuple[list[NamedSchedule], list[NamedSchedule]] = ([], [])
     everything = [range(len(walk.program.graph.ops))]
+    held, both = (_least_bytes(walk, [count], [0], everything) for count in (0, 1))
     for named_schedule in named_schedules:
         in_flight, stages = 1, 1
         if named_schedule.name:
             chunks, count = named_schedule.chunks, space.num_microbatches
             schedule = generate(named_schedule.name, num_positions, count, chunks)
             in_flight, stages = max(peak_in_flight(schedule)), schedule.num_stages
-        held = _least_bytes(walk, [0], [0], everything) / num_positions
-        kept = _least_bytes(walk, [1], [0], everything) - _least_bytes(walk, [0], [0], everything)
-        is_large = held + in_flight * kept / stages > space.memory_bytes
+        needed = held / num_positions + in_flight * (both - held) / stages
+        is_large = needed > space.memory_bytes
         found[is_large].append(named_schedule)
     return found
 
@@ -189,6 +196,8 @@ def _simple_plans(
     pp_place: int,
     space: SearchSpace,
     below_s: float,
+    most_bytes: float,
+    waits: Waits | None,
     named_schedules: Sequence[NamedSchedule],
 ) -> Iterator[SimplePlan]:
     """The plans of one way on these schedules, but for those whose parts take too long."""
@@ -198,7 +207,10 @@ def _simple_plans(
     promising = [
         each for each in named_schedules if _filled_s(times, each, num_positions, setting) < below_s
     ]
-    for cut in _cuts(marked, walk, promising, num_positions, pp_place, space):
+    # What blocks cost is the same for all.
+    memory_bytes = most_bytes / SIMPLE_SLACK
+    cutter = cutter_of(marked, space.num_microbatches, memory_bytes, waits)
+    for cut in _cuts(marked, walk, promising, num_positions, pp_place, space, cutter, below_s):
         if cut.busiest_s(times, setting) >= below_s:
             continue
         least_s, in_flight, cut_plan = space.num_microbatches * times.least_s(1), [1], plan
@@ -265,9 +277,12 @@ def _cuts(
     num_positions: int,
     pp_place: int,
     space: SearchSpace,
+    cutter: Cutter,
+    below_s: float,
 ) -> Iterator[_Cut]:
-    """The stages of each schedule, but for those that have more than there are places to cut."""
-    cutter = cutter_of(graph, space.num_microbatches)  # what blocks cost is the same for all
+    """The stages of each schedule, but for those that have more than there are places to cut, or no
+    cut of which fits and takes less than ``below_s``.
+    """
     for named_schedule in named_schedules:
         if not named_schedule.name:
             yield _Cut(named_schedule, [0], [], [range(len(graph.ops))])
@@ -276,8 +291,31 @@ def _cuts(
             named_schedule.name, num_positions, space.num_microbatches, named_schedule.chunks
         )
         with contextlib.suppress(PlanError):
+            asked = cut_request_of(walk, schedule, pp_place)
+            if space.stage_starts is None and _is_beaten(cutter, asked, below_s):
+                continue
             starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place, cutter)
             yield _Cut(named_schedule, schedule.placement, starts, _spans(graph, starts))
+
+
+def _is_beaten(cutter: Cutter, cut_request: CutRequest, below_s: float) -> bool:
+    """Whether it is soon found that no cut fits and takes less, as its stages wait for one another
+    and share the memory of their positions (``stages/scheduled.py``). Cutting takes longer.
+    """
+    if below_s == float("inf"):
+        return False  # any plan is of interest
+    if not cutter.may_fit(cut_request):
+        return True
+    sharing = cut_request.placements[0].walk.setting.hardware.device.sharing
+    # Bounds are of ranks that all compute; a rank with a core for itself is faster.
+    fastest = 1.0 if sharing is None else sharing.speed(1)
+    bound, enough_s = cutter.scheduled_bound(cut_request), below_s * fastest
+    # One turn for each way to see the model as blocks, and some more.
+    for _ in range(TURNS):
+        if bound.bound_s >= enough_s * (1 - 1e-9) or bound.is_over:
+            break
+        bound.play(enough_s, ROUNDS)
+    return bound.bound_s >= enough_s * (1 - 1e-9)
 
 
 def _even_s(seconds: float, num_positions: int, setting: Setting) -> float:

@@ -33,7 +33,7 @@ from shardwright.policies.autodist.search.auditing import (
     least_of,
 )
 from shardwright.policies.autodist.search.loss_pieces import most_saved_bytes
-from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARE, SearchState
+from shardwright.policies.autodist.search.search_state import AUDIT, BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SimplePlan,
     simple_plans,
@@ -138,7 +138,7 @@ class SimplePolicies:
     def end_reserve(self) -> None:
         """Keep nothing of the limit for them any more, and a little for the bounds of pipelines."""
         is_cut = any(candidate.plan.stages for candidate in self.result.tried)
-        self.clock.reserve(BOUNDS_SHARE if is_cut else 0.0)
+        self.clock.reserve(BOUNDS_SHARES[0] if is_cut else 0.0)
 
     def run_in_zigzag(self, left: Sequence[PipelineMesh]) -> None:
         """Audit the plans that deal positions in zigzag before all others, in a share of the time,
@@ -334,6 +334,8 @@ class SimplePolicies:
                 below_s,
                 self._rules,
                 later,
+                self._most_bytes,
+                self.state.cutter.waits,
             )
             self._listings[where] = _Listing(plans, later)
         listing = self._listings[where]

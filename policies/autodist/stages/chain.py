@@ -250,9 +250,12 @@ def _joined(
             kept[-1] = place
         since += sum(times[place:stop])
     # Too many blocks: the shortest goes, one after the other.
+    lengths = [sum(times[start:stop]) for start, stop in itertools.pairwise([0, *kept])]
     while len(kept) + 1 > most:
-        shortest = min(
-            range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]])
-        )
-        del kept[shortest]
+        shortest = min(range(len(kept)), key=lengths.__getitem__)
+        del kept[shortest], lengths[shortest]
+        # The next one begins where it began.
+        if shortest < len(kept):
+            start = kept[shortest - 1] if shortest else 0
+            lengths[shortest] = sum(times[start : kept[shortest]])
     return [0, *kept]

@@ -166,6 +166,19 @@ class StageCosts:
             self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved)
         )
 
+    def may_fit(self, counts: Sequence[int], memory_bytes: float) -> bool:
+        """Whether there is a split into stages of which each fits, with so many microbatches in
+        flight, and all computed again that can be.
+        """
+        fits = {
+            count: self.least_bytes(count) <= memory_bytes * (1 + 1e-12) for count in set(counts)
+        }
+        # ``[block]``: where the stages so far may end.
+        ends = np.arange(len(self.blocks) + 1) == 0
+        for count in counts:
+            ends = (ends[:, None] & fits[count]).any(axis=0)
+        return bool(ends[-1])
+
     def least_bytes(self, count: float) -> Array:
         """The bytes of every stage with all blocks computed again, as far as they can be."""
         return np.where(

@@ -184,14 +184,14 @@ class Least:
         """The most that every stage saves in so many seconds, where blocks may be computed again by
         fractions.
         """
+        if not seconds.any():
+            return np.zeros_like(seconds)
         # The upper hull of (seconds, bytes saved) of each block: by fractions, the best that can be
         # had for a time lies on it.
         segments = [
             _hull(times, saved) for times, saved in zip(self._again_s, self._saved, strict=True)
         ]
         rates = sorted({rate for listed in segments for rate, _, _ in listed})
-        if not seconds.any():
-            return np.zeros_like(seconds)
         most: Array = ranges(self._saved.max(axis=1))
         if len(rates) * seconds.size > MAX_HULLS:
             return np.where(seconds > 0, most, 0.0)

@@ -48,7 +48,7 @@ from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_sa
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
 from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.search_state import BOUNDS_SHARE, SearchState
+from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
@@ -654,7 +654,7 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
         def play(self, enough_s: float, rounds: int, is_late: Any) -> None:
             begins = is_late()
             if ended_by == "time":
-                clock.passed_s += BOUNDS_SHARE * clock.limit_s
+                clock.passed_s += BOUNDS_SHARES[1] * clock.limit_s
             self.is_over = ended_by == "the game"
             asked.append((self.title, begins, is_late()))
 

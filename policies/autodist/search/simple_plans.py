@@ -12,8 +12,12 @@ stages with the code of a search. One of their plans may still take less than al
 - parameters and activations are cut over several axes and gathered for each product, as ``tensor``
   does in its modes 2d, 2.5d and 3d: a search stores what operators read.
 
-So they are audited too, as far as they obey the user's constraints and their parts do not already
-take as long as the best plan.
+So they are audited too, as far as they obey the user's constraints, their parts do not already
+take as long as the best plan, and some stages may make them fit and faster.
+
+Example: parameters and what goes with them are 100 GB, and a microbatch keeps 60 GB. By 1F1B the
+first of two positions has two microbatches, so 80 GB hold at most 0.36 of the model there, and at
+most 0.5 on the second: no stages are looked for, and nothing is audited.
 """
 
 from __future__ import annotations
@@ -106,7 +110,9 @@ def simple_plans(
     are those of a mode of ``tensor``, too. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
     shared by all meshes. ``later``: gets the plans that take more than the memory if all positions
-    hold as much. Finding out where their stages begin may take long, and few fit.
+    hold as much. Finding out where their stages begin may take long, and few fit. ``most_bytes``:
+    pipelines of which none fits that and takes less are of no interest. ``waits``: what is known of
+    schedules, shared by all meshes.
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config

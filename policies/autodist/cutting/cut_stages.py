@@ -89,7 +89,7 @@ class _Cuts:
 
 
 Waits = dict[tuple[NamedSchedule, int], tuple[Chains, Known]]
-"""The chains of actions of schedules, by name and number of positions, and what is known of them."""
+"""The chains of actions, by schedule and number of positions, and what is known of them."""
 
 KEPT = 8
 """The number of chains whose prices of boundaries are kept: the schedules of a placement are tried

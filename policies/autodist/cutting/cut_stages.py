@@ -195,15 +195,14 @@ class Cutter:
         position were its own. A bound says more, and takes longer to set up.
         """
         (lowered,) = cut_request.placements
-        count = self.space.num_microbatches
-        return any(
-            StageCosts(
-                *self._placed_blocks(cut_request, [self._costs_of(lowered.walk, starts, layers)]),
-                count,
-                False,
-            ).may_fit(_alone(cut_request, count), self.space.memory_bytes)
-            for starts, layers in self._chains(lowered.walk, cut_request.num_stages)
-        )
+        count, memory_bytes = self.space.num_microbatches, self.space.memory_bytes
+        alone = _alone(cut_request, count)
+        for starts, layers in self._chains(lowered.walk, cut_request.num_stages):
+            costs = self._costs_of(lowered.walk, starts, layers)
+            (placed_blocks,) = self._placed_blocks(cut_request, [costs])
+            if StageCosts(placed_blocks, count, False).may_fit(alone, memory_bytes):
+                return True
+        return False
 
     def scheduled_bound(self, cut_request: CutRequest) -> ScheduledBound:
         """What no cut of a cut request takes less than, as its stages wait for one another on its

@@ -46,7 +46,7 @@ class GradientSum:
 
 class Bucket:
     """The gradients of ``members``, which agree in dtype and ranks. Groups of one rank need no
-    buffer and no collective.
+    buffer and no collective: they are local.
 
     Behind the gradients the buffer holds one flag per member: whether this rank used the parameter.
     Their sums tell whether any rank did, so that a parameter nobody used keeps the gradient
@@ -61,7 +61,8 @@ class Bucket:
         self.communicator = members[0].communicator
         self.dtype = members[0].parameter.dtype
         self.sizes = [member.parameter.numel() for member in members]
-        self.length = sum(self.sizes)
+        self.num_elements = self.length = sum(self.sizes)
+        self.is_local = self.communicator.size == 1
         self.arrived: set[int] = set()  # members whose gradient the current backward has brought
         self.started = False
         self._buffer: Tensor | None = None
@@ -70,10 +71,6 @@ class Bucket:
         self._works: list[Work] = []
         for member in members:
             hold_gradients_in(member.parameter, self.dtype)
-
-    @property
-    def is_local(self) -> bool:
-        return self.communicator.size == 1
 
     @property
     def parameters(self) -> list[Named]:
@@ -98,7 +95,7 @@ class Bucket:
     @property
     def gradients(self) -> Tensor:
         """All gradients, flat [elements], without the flags."""
-        return self._allocated()[: sum(self.sizes)]
+        return self._allocated()[: self.num_elements]
 
     def take(self, index: int) -> None:
         """Called when a member got a gradient: move it into the buffer; ``parameter.grad`` becomes
@@ -128,15 +125,15 @@ class Bucket:
         if self.is_local:
             return
         self._unused = []
+        buffer = self._allocated()
         # Every rank sums the whole bucket, so what got no gradient here counts as zero.
         for index, member in enumerate(self.members):
-            if member.parameter.grad is None:
+            gradient, view = member.parameter.grad, self._views[index]
+            if gradient is None:
                 self._unused.append(index)
-                self._allocated()
-                self._views[index].zero_()
-            else:
+                view.zero_()
+            elif gradient is not view:
                 self._pack(index)
-        buffer = self._allocated()
         # One flag for each member behind the gradients: did any rank use it?
         flags = buffer[self.length :]
         flags.fill_(1)
@@ -223,7 +220,7 @@ class Bucket:
         device = self.members[0].parameter.device
         if self._buffer is None or self._buffer.device != device:
             self._buffer = self._new_buffer(self.length + len(self.members), device)
-            pieces = torch.split(self._buffer[: sum(self.sizes)], self.sizes)
+            pieces = torch.split(self._buffer[: self.num_elements], self.sizes)
             self._views = [
                 piece.view(m.parameter.shape) for piece, m in zip(pieces, self.members, strict=True)
             ]

@@ -31,6 +31,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> Any:
+        # Without a graph torch's wrapper has nothing to do.
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         refuse_second()
         return once(ctx, *grads)
 

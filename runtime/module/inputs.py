@@ -111,13 +111,14 @@ class InputTable:
             if isinstance(leaf, TensorSpec) and leaf.layout is not None
         )
         """The paths of what is given in pieces."""
-        # This rank's shapes of pieces whose sizes do not vary, worked out once for all calls.
+        # This rank's shapes of what has no sizes that vary, worked out once for all calls.
         self._fixed: dict[str, tuple[int, ...]] = {}
-        for path in self.pieces:
-            layout = self.leaves[path].layout
-            assert layout is not None
-            if all(isinstance(size, int) for size in layout.shape):
-                self._fixed[path] = layout.local_shape(self._mesh, self._coords)
+        for path, leaf in self.leaves.items():
+            if isinstance(leaf, TensorSpec) and all(isinstance(size, int) for size in leaf.shape):
+                layout = leaf.layout
+                self._fixed[path] = (
+                    leaf.shape if layout is None else layout.local_shape(self._mesh, self._coords)
+                )
         self.tensors = tuple(
             path for path, leaf in self.leaves.items() if isinstance(leaf, TensorSpec)
         )
@@ -249,6 +250,15 @@ class InputTable:
             self._refuse_shape(
                 path, spec, value, f"it has {value.ndim} dims, not {len(spec.shape)}"
             )
+        if value.shape != self._fixed.get(path):
+            self._check_sizes(path, spec, value, sizes)
+        if spec.values is not None:
+            self._check_values(path, spec.values, value)
+        return value
+
+    def _check_sizes(
+        self, path: str, spec: TensorSpec, value: Tensor, sizes: dict[str, tuple[int, str]]
+    ) -> None:
         # A number is fixed; a name is a size that varies, the same wherever it occurs.
         for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True)):
             if spec.layout is not None and spec.layout.dim_axes(dim):
@@ -265,9 +275,6 @@ class InputTable:
                         value,
                         f"dim {dim} is {size}, but {expected} is {known} in {source}",
                     )
-        if spec.values is not None:
-            self._check_values(path, spec.values, value)
-        return value
 
     def _check_values(self, path: str, expected: Any, value: Tensor) -> None:
         digested = isinstance(expected, str)

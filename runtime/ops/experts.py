@@ -26,8 +26,6 @@ to the ranks that have its experts. The sums come back the same way.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -37,6 +35,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
+from shardwright.runtime.ops.exchange_places import (
+    dim_axes,
+    exchange_places,
+    own_numbers,
+    ranks_of,
+    segments_of,
+)
 from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
@@ -49,7 +54,7 @@ from shardwright.runtime.ops.token_messages import (
     send_tokens,
 )
 from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.runs import Run, dealt, within
+from shardwright.runtime.runs import Run
 
 DEPENDS = "how many rows an expert gets is known when its router has run"
 """Why no graph of torch's compiler holds the operators of experts."""
@@ -243,44 +248,31 @@ def _exchanged(
     what sends them along the last axis.
     """
     device, top_k = x.device, chosen.shape[1]
-    tokens, legs = Tokens(x, _own_numbers(token_dims, device), chosen, weights), list[Leg]()
-    total = math.prod(sum(_segments(dim)) for dim in token_dims)
-
-    def start(index: int, move: Move) -> Callable[[], tuple[Tokens, Leg, int]]:
-        """Send tokens along one of the axes."""
-        # Experts beyond the axes of the exchange are reached from other ranks; so are those of
-        # other ranks along an axis that the token has crossed already.
-        others = tuple(axis for axis in expert_axes if axis not in exchange[index:])
-        receivers = _receivers(exchange[index], others, expert_axes, num_experts)
-        return send_tokens(tokens, exchange[index], torch.tensor(receivers, device=device), move)
-
-    for index in range(len(exchange) - 1):
-        tokens, leg, _ = start(index, moved)()
+    places = exchange_places(expert_axes, exchange, token_dims, num_experts, device)
+    tokens, legs = Tokens(x, places.own, chosen, weights), list[Leg]()
+    last = len(exchange) - 1
+    for index in range(last):
+        tokens, leg, _ = send_tokens(tokens, exchange[index], places.receivers[index], moved)()
         legs.append(leg)
-    come = start(len(exchange) - 1, move)
+    come = send_tokens(tokens, exchange[last], places.receivers[last], move)
 
     def finish() -> tuple[Tensor, Tensor | None, Routing]:
         arrived, leg, num_rows = come()
+        number, experts = arrived.number, arrived.experts
         # By expert, then by token: the same order as on one device. Choices of experts of other
         # ranks, which came with their tokens, are sorted behind.
-        runs = piece_runs(expert_axes, num_experts)
-        count = sum(size for _, size in runs)
-        own = [number for start, size in runs for number in range(start, start + size)]
-        keys = [count * total] * num_experts  # of each expert's first token
-        for local, expert in enumerate(own):
-            keys[expert] = local * total
-        number, experts = arrived.number, arrived.experts
-        key = torch.tensor(keys, device=device).index_select(0, experts.reshape(-1))
+        key = places.keys.index_select(0, experts.reshape(-1))
         key = key.view(experts.shape).add_(number.unsqueeze(1)).view(-1)
-        key, order = (of[:num_rows] for of in key.sort(stable=True))
+        key, order = key.sort(stable=True)
+        key, order = key[:num_rows], order[:num_rows]
         position = order.div(max(1, top_k), rounding_mode="floor")
         gains = None
         if arrived.weights is not None:
             gains = arrived.weights.reshape(-1).index_select(0, order)
         routing = Routing(
             number.index_select(0, position),
-            _ends(key, torch.arange(1, count + 1, device=device) * total),
-            total,
+            _ends(key, places.bounds),
+            places.num_tokens,
             top_k,
             arrivals=Arrivals(exchange, token_dims, position, [*legs, leg]),
         )
@@ -313,8 +305,8 @@ def _returned(
 def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arrivals:
     """How rows go to the ranks that their tokens belong to, if they did not come from there."""
     device = routing.token.device
-    sizes = tuple(_segments(dim) for dim in token_dims)
-    own = _own_numbers(token_dims, device)
+    sizes = tuple(segments_of(dim) for dim in token_dims)
+    own = own_numbers(token_dims, device)
     # Rows of one token are added up before they are sent: one message for each token and rank.
     held, position = torch.unique(routing.token, return_inverse=True)
     # The rank of each of all tokens along the axes that cut one of their dims.
@@ -322,7 +314,7 @@ def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arri
     for index, dim in enumerate(token_dims):
         around = [1] * len(shape)
         around[index] = shape[index]
-        for name, ranks in _ranks_of(_dim_axes(dim), sizes[index], device).items():
+        for name, ranks in ranks_of(dim_axes(dim), sizes[index], device).items():
             homes[name] = ranks.view(around).expand(shape).reshape(-1)
     legs: list[Leg] = []
     for axis in reversed(exchange):
@@ -346,91 +338,6 @@ def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arri
             held, tokens = torch.unique(arrived, return_inverse=True)
         legs.append(Leg(axis, received, sent, tokens, held.shape[0]))
     return Arrivals(exchange, token_dims, position, legs[::-1])
-
-
-def _segments(dim: tuple[int | AxisGroup, ...]) -> tuple[int, ...]:
-    return tuple(size for size in dim if isinstance(size, int))
-
-
-def _dim_axes(dim: tuple[int | AxisGroup, ...]) -> Axes:
-    return tuple(axis for axis in dim if isinstance(axis, AxisGroup))
-
-
-def _own_numbers(token_dims: TokenDims, device: torch.device) -> Tensor:
-    """Which of all tokens are this rank's, ascending."""
-    # Dims that nothing cuts are a part of the dim before: 4 samples of 6 positions are 4 times 6.
-    dims: list[tuple[tuple[int | AxisGroup, ...], int]] = []
-    unit = 1
-    for index, dim in reversed(list(enumerate(token_dims))):
-        if _dim_axes(dim) or index == 0:
-            dims.insert(0, (dim, unit))
-            unit = 1
-        else:
-            unit *= sum(_segments(dim))
-    number = None
-    for dim, unit in dims:
-        segments, axes = _segments(dim), _dim_axes(dim)
-        runs = piece_runs(axes, segments, unit) or ((0, 0),)
-        places = [torch.arange(start, start + size, device=device) for start, size in runs]
-        place = places[0] if len(places) == 1 else torch.cat(places)
-        if number is None:
-            number = place
-        else:
-            number = (number.unsqueeze(1) * (unit * sum(segments)) + place).reshape(-1)
-    assert number is not None
-    return number
-
-
-def _receivers(
-    axis: AxisGroup, others: Axes, expert_axes: Axes, num_experts: int
-) -> tuple[int, ...]:
-    """The rank of every expert along ``axis``; the size of the axis for an expert that is not where
-    this rank is along ``others``.
-    """
-    places = _places_of(tuple((axis.size, axis.turns) for axis in expert_axes), (num_experts,))
-    by_axis = dict(zip((axis.name for axis in expert_axes), places, strict=True))
-    found = by_axis[axis.name]
-    for other in others:
-        found = tuple(
-            place if there == other.index else axis.size
-            for place, there in zip(found, by_axis[other.name], strict=True)
-        )
-    return found
-
-
-def _ranks_of(axes: Axes, segments: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """The rank of each thing in segments that ``axes`` cut: its index along every axis."""
-    places = _places_of(tuple((axis.size, axis.turns) for axis in axes), segments)
-    return {
-        axis.name: torch.tensor(indices, dtype=torch.long, device=device)
-        for axis, indices in zip(axes, places, strict=True)
-    }
-
-
-@functools.lru_cache(maxsize=256)
-def _places_of(
-    axes: tuple[tuple[int, int], ...], segments: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """:func:`_ranks_of` along axes of these sizes and turns of zigzag."""
-    found = [[0] * sum(segments) for _ in axes]
-
-    def cut(runs: tuple[Run, ...], depth: int) -> None:
-        """Deal the things of some runs along the axes from this depth on."""
-        if depth == len(axes):
-            return
-        size, turns = axes[depth]
-        count = sum(length for _, length in runs)
-        for index in range(size):
-            own = within(runs, dealt(count, size, index, turns=turns))
-            for start, length in own:
-                found[depth][start : start + length] = [index] * length
-            cut(own, depth + 1)
-
-    before = 0
-    for segment in segments:
-        cut(((before, segment),), 0)
-        before += segment
-    return tuple(map(tuple, found))
 
 
 def _all_to_all(x: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:

@@ -136,10 +136,11 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     first, columns = parts[0], []
     per_step = _ALIGNED_BYTES // first.element_size()
     for part in parts:
-        # Elements that are smaller than those of the first part are widened: that loses nothing.
-        wide = _viewed(part.to(_at_least(part.dtype, first.dtype)), first.dtype)
-        columns.append(wide)
-        if gap := -wide.shape[1] % per_step:
+        if part.dtype != first.dtype:
+            # Smaller elements than those of the first part are widened: that loses nothing.
+            part = _viewed(part.to(_at_least(part.dtype, first.dtype)), first.dtype)
+        columns.append(part)
+        if gap := -part.shape[1] % per_step:
             columns.append(first.new_zeros(len(first), gap))
     return torch.cat(columns, 1)
 
@@ -147,11 +148,13 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 def _apart(rows: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
     """What :func:`_side_by_side` has put into rows."""
     found, begin = [], 0
-    per_step = _ALIGNED_BYTES // rows.element_size()
+    own, own_bytes = rows.dtype, rows.element_size()
+    per_step = _ALIGNED_BYTES // own_bytes
     for kind, columns in kinds:
-        dtype = _at_least(kind, rows.dtype)
-        size = columns * dtype.itemsize // rows.element_size()
-        found.append(_viewed(rows.narrow(1, begin, size), dtype).to(kind))
+        dtype = kind if kind == own else _at_least(kind, own)
+        size = columns * dtype.itemsize // own_bytes
+        part = rows.narrow(1, begin, size)
+        found.append(part if kind == own else _viewed(part, dtype).to(kind))
         begin += size + -size % per_step
     return found
 

@@ -457,8 +457,10 @@ class Communicator:
         """Make a call of the transport. ``x``: what this rank gives, as the caller knows it."""
         try:
             work = function(*args)
-            if work is not None:
+            if work is not None:  # never where torch.compile traces: what is called waits there
+                started = time.perf_counter()
                 self._finish(work, collective, x)
+                self.counters.waited_s += time.perf_counter() - started
         except RuntimeError as error:
             raise self.failure(collective, x, error) from error
 
@@ -471,12 +473,9 @@ class Communicator:
 
     def _finish(self, work: Work, collective: str, x: Tensor | None) -> None:
         assert self.transport is not None
-        started = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
         self.transport.finish(
             work, lambda: collective_waits(collective, self.name, *self._this_and_others(), x)
         )
-        if started:
-            self.counters.waited_s += time.perf_counter() - started
 
     def _this_and_others(self) -> tuple[int, list[int]]:
         rank = self.ranks[self.index]
@@ -514,10 +513,14 @@ class _UnderWay:
         self._work, self._communicator, self._collective = work, communicator, collective
 
     def wait(self) -> None:
+        communicator = self._communicator
+        started = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
         try:
-            self._communicator._finish(self._work, self._collective, None)
+            communicator._finish(self._work, self._collective, None)
         except RuntimeError as error:
-            raise self._communicator.failure(self._collective, None, error) from error
+            raise communicator.failure(self._collective, None, error) from error
+        if started:
+            communicator.counters.waited_s += time.perf_counter() - started
 
 
 def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ its own, which covers the ranks of the stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.layout import Mesh
@@ -25,12 +26,14 @@ UNITS = "units"
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup(PlaceOnAxis):
     """The ranks that differ from this one along one mesh axis only, or along several, and this
-    rank's index among them. ``turns``: in how many turns of zigzag the axis deals.
+    rank's index among them. ``turns``: in how many turns of zigzag the axis deals. ``worked_out``:
+    what operators have worked out once for all steps, by what it follows from.
     """
 
     name: str
     communicator: Communicator
     turns: int = 0
+    worked_out: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

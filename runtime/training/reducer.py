@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -211,10 +211,10 @@ class Reducer:
         """Backward has come to a member of a bucket, and accumulated its gradient if it has brought
         one: an autograd Function may return ``None`` for a parameter.
         """
+        member = bucket.members[index]
         if bucket.has_reduced(index):
             raise UsageError(
-                f"backward reached {bucket.members[index].name!r} after its gradient was "
-                "synchronised",
+                f"backward reached {member.name!r} after its gradient was synchronised",
                 why="each gradient is summed over the ranks once; adding to a sum would count it "
                 "again",
                 hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise "
@@ -223,16 +223,18 @@ class Reducer:
         # The user cleared the gradients by other means than the optimizer's zero_grad.
         if self.is_synced:
             self.reopen()
-        if (self.asynchronous or self.frees_gradients) and not self._holding:
-            self._refuse_second_backward(bucket, index)
+        sums_now = (self.asynchronous or self.frees_gradients) and not self._holding
+        if sums_now and (bucket.started or index in bucket.arrived):
+            self._refuse_second_backward(member)
         if not (bucket.is_local or self._has_warned):
-            self._warn_of_hooks(bucket.members[index])
+            self._warn_of_hooks(member)
         self._has_arrived, self._is_backward_due = True, False
-        if bucket.members[index].parameter.grad is not None:
+        if member.parameter.grad is not None:
             bucket.take(index)
-        if (self.asynchronous or self.frees_gradients) and not self._holding:
+        if sums_now:
             bucket.arrived.add(index)
-            self._start_complete()
+            if len(bucket.arrived) == len(bucket.members):
+                self._start_complete()
 
     def _warn_of_hooks(self, member: GradientSum) -> None:
         """Warn, once, of hooks on a parameter: they see what is not summed yet."""
@@ -270,25 +272,25 @@ class Reducer:
         if index >= 0 and not self.buckets[index].members[0].is_shared:
             self.buckets[index].end_round()
 
-    def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
-        if bucket.started or index in bucket.arrived:
-            raise UsageError(
-                f"a second backward reached {bucket.members[index].name!r} before the step",
-                why=f"with {self._cause} the first one already started to sum gradients over the "
-                "ranks",
-                hint="run all backward passes but the last inside `with optimizer.no_sync():`, "
-                f"or train without {self._cause}",
-            )
+    def _refuse_second_backward(self, member: GradientSum) -> NoReturn:
+        raise UsageError(
+            f"a second backward reached {member.name!r} before the step",
+            why=f"with {self._cause} the first one already started to sum gradients over the ranks",
+            hint="run all backward passes but the last inside `with optimizer.no_sync():`, "
+            f"or train without {self._cause}",
+        )
 
     def _before(self, gradients: Tensor) -> None:
-        with torch.no_grad():
-            for hook in tuple(self._pre_hooks.values()):
-                hook(self, gradients)
+        self._run_hooks(self._pre_hooks, gradients)
 
     def _after(self, gradients: Tensor) -> None:
-        with torch.no_grad():
-            for hook in tuple(self._post_hooks.values()):
-                hook(self, gradients)
+        self._run_hooks(self._post_hooks, gradients)
+
+    def _run_hooks(self, hooks: Hooks, gradients: Tensor) -> None:
+        if hooks:
+            with torch.no_grad():
+                for hook in tuple(hooks.values()):
+                    hook(self, gradients)
 
 
 def _arrival(reducer: weakref.ref[Reducer], position: int, index: int) -> Callable[[Tensor], None]:

@@ -83,7 +83,9 @@ class BucketGathering:
         with torch.no_grad():
             # What was gathered goes to the parameters, which are views of the buffer or copies.
             for member, piece in zip(
-                bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True
+                bucket.members,
+                torch.split(buffer[: bucket.num_elements], bucket.sizes),
+                strict=True,
             ):
                 fill(member.parameter, piece.view(member.parameter.shape))
                 note_written(member.parameter)
@@ -162,7 +164,11 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
             bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes).wait()
         # A parameter that no rank used has no gradient, as in training on one device.
         for index, (member, piece) in enumerate(
-            zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True)
+            zip(
+                bucket.members,
+                torch.split(buffer[: bucket.num_elements], bucket.sizes),
+                strict=True,
+            )
         ):
             gradients[member.name] = (
                 piece.view(member.parameter.shape) if bucket.is_used(index) else None

@@ -60,6 +60,7 @@ class ShardedBucket(Bucket):
         arena: Arena | None = None,
     ) -> None:
         super().__init__(members)
+        self.is_local = False
         self.dtype = settings.gradient_dtype(self.dtype)
         self._is_contiguous = settings.contiguous_gradients
         if self._is_contiguous:
@@ -86,10 +87,6 @@ class ShardedBucket(Bucket):
         self._mine: Tensor | None = None
         self._used: set[int] = set()  # the members that some rank used
         self._is_published = False  # whether the shards have their gradients
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     @property
     def holders(self) -> list[Named]:
@@ -167,7 +164,7 @@ class ShardedBucket(Bucket):
             mine = gradients = self._mine
             with concerning(self._subject):
                 self.group.across.all_reduce_(mine, phase="gradients")
-            gradients = mine[: max(0, sum(self.sizes) - self.low)]  # without the padding
+            gradients = mine[: max(0, self.num_elements - self.low)]  # without the padding
         else:
             self.wait()
             # After ``module.zero_grad()``, which no bucket sees, the last step's are still there.

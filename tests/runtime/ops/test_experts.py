@@ -29,7 +29,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.ops import experts, grouped_products, token_messages
+from shardwright.runtime.ops import exchange_places, experts, grouped_products, token_messages
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -629,7 +629,7 @@ def test_a_routing_is_what_dispatch_returned() -> None:
 
 def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The operators with one piece of their text exchanged."""
-    modules = (experts, token_messages, grouped_products)
+    modules = (experts, exchange_places, token_messages, grouped_products)
     sources = [inspect.getsource(module) for module in modules]
     count = sum(source.count(old) for source in sources)
     assert not old or count == 1, f"{old!r} is there {count} times"
@@ -681,7 +681,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "choices of other ranks' experts are taken for its own": (
-        "[count * total] * num_experts",
+        "[count * num_tokens] * num_experts",
         "[0] * num_experts",
         gradients_and_values,
     ),

@@ -112,7 +112,7 @@ class Bucket:
         view = self._views[index]
         # Backward accumulates into the view if it is there already, as in the second microbatch.
         if gradient is not view:
-            view.copy_(dense(gradient.detach()))
+            view.copy_(dense(gradient.detach() if gradient.requires_grad else gradient))
             set_reduced(view, False)
             # What the user reads and clips is now the buffer itself, and the gradient that backward
             # made is freed.

@@ -112,7 +112,7 @@ class InputTable:
         )
         """The paths of what is given in pieces."""
         # This rank's shapes of what has no sizes that vary, worked out once for all calls.
-        self._fixed: dict[str, tuple[int, ...]] = {}
+        self._fixed: dict[str, tuple[int | str, ...]] = {}
         for path, leaf in self.leaves.items():
             if isinstance(leaf, TensorSpec) and all(isinstance(size, int) for size in leaf.shape):
                 layout = leaf.layout

@@ -2,9 +2,10 @@
 rank has each expert, and in which order rows lie. It is the same in every step of the same sizes.
 
 Of 8 tokens and 4 experts that an axis of 2 ranks cuts, its rank 1 has the tokens ``own`` [4, 5, 6,
-7] and the experts 2 and 3. The experts are at the ranks ``receivers`` [0, 0, 1, 1]. A row of expert
-``e`` and token ``t`` has the place ``keys[e] + t``; rows of experts of other ranks come last, so
-``keys`` are [16, 16, 0, 8], and the rows of its two experts end in front of ``bounds`` [8, 16].
+7], as a column, and the experts 2 and 3. The experts are at the ranks ``receivers`` [0, 0, 1, 1]. A
+row of expert ``e`` and token ``t`` has the place ``keys[e] + t``; rows of experts of other ranks
+come last, so ``keys`` are [16, 16, 0, 8], and the rows of its two experts end in front of
+``bounds`` [8, 16].
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _exchange_places(
     for local, expert in enumerate(experts):
         keys[expert] = local * num_tokens
     return ExchangePlaces(
-        own_numbers(token_dims, device),
+        own_numbers(token_dims, device).unsqueeze(1),
         tuple(receivers),
         torch.tensor(keys, device=device),
         torch.arange(1, count + 1, device=device) * num_tokens,

@@ -46,6 +46,7 @@ from shardwright.runtime.ops.graph_ends import leave_graph
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
 from shardwright.runtime.ops.token_messages import (
+    CHOSEN,
     Move,
     Tokens,
     moved,
@@ -146,13 +147,13 @@ def _dispatched(
     move: Move,
 ) -> Callable[[], tuple[Any, ...]]:
     exchange, expert_axes = communicating(exchange), communicating(expert_axes)
-    check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
     chosen = chosen.long()
     if exchange:
         finish = _exchanged(
             x, chosen, weights, expert_axes, exchange, token_dims, num_experts, move
         )
     else:
+        check_indices((chosen >= 0) & (chosen < num_experts), CHOSEN, num_experts)
         made = _local(x, chosen, weights, expert_axes, num_experts)
         finish = lambda: made  # noqa: E731
 
@@ -261,8 +262,7 @@ def _exchanged(
         number, experts = arrived.number, arrived.experts
         # By expert, then by token: the same order as on one device. Choices of experts of other
         # ranks, which came with their tokens, are sorted behind.
-        key = places.keys.index_select(0, experts.reshape(-1))
-        key = key.view(experts.shape).add_(number.unsqueeze(1)).view(-1)
+        key = places.keys[experts].add_(number).view(-1)
         key, order = key.sort(stable=True)
         key, order = key[:num_rows], order[:num_rows]
         position = order.div(max(1, top_k), rounding_mode="floor")
@@ -270,7 +270,7 @@ def _exchanged(
         if arrived.weights is not None:
             gains = arrived.weights.reshape(-1).index_select(0, order)
         routing = Routing(
-            number.index_select(0, position),
+            number.squeeze(1).index_select(0, position),
             _ends(key, places.bounds),
             places.num_tokens,
             top_k,

@@ -22,16 +22,33 @@ def check_indices(known: Tensor, what: str, size: int) -> None:
     Raises :class:`InputError`. On a GPU, which is not waited for, its assertion fails as those of
     torch's own kernels do.
     """
-    why = f"all of them are from 0 to {size - 1}"
     try:
-        torch._assert_async(known.all(), f"{what} is out of range: {why}")
+        torch._assert_async(known.all(), f"{what} is out of range: {_why(size)}")
     except RuntimeError as error:
-        raise InputError(
-            f"{what} is out of range",
-            where=_generated_line(),
-            why=why,
-            hint="compare the inputs with the sizes of the model",
-        ) from error
+        raise _out_of_range(what, size) from error
+
+
+def looked_up(table: Tensor, indices: Tensor, what: str) -> Tensor:
+    """What a 1-D ``table`` has at ``indices [n]``. Refuses indices out of range like
+    :func:`check_indices`, without a further operator.
+    """
+    try:
+        return table.index_select(0, indices)
+    except IndexError as error:
+        raise _out_of_range(what, len(table)) from error
+
+
+def _out_of_range(what: str, size: int) -> InputError:
+    return InputError(
+        f"{what} is out of range",
+        where=_generated_line(),
+        why=_why(size),
+        hint="compare the inputs with the sizes of the model",
+    )
+
+
+def _why(size: int) -> str:
+    return f"all of them are from 0 to {size - 1}"
 
 
 def _generated_line() -> str | None:

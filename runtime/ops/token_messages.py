@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.flights import Finish, Flight, arrive, leave
+from shardwright.runtime.ops.indices import looked_up
 from shardwright.runtime.ops.routing import Leg
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
@@ -30,7 +31,7 @@ from shardwright.runtime.second_derivatives import differentiable_once
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens on their way to experts, on one rank: ``x [tokens, hidden]``, ``number [tokens]``,
+    """Tokens on their way to experts, on one rank: ``x [tokens, hidden]``, ``number [tokens, 1]``,
     ``experts [tokens, top_k]``, ``weights [tokens, top_k]``.
     """
 
@@ -39,6 +40,9 @@ class Tokens:
     experts: Tensor
     weights: Tensor | None = None
 
+
+CHOSEN = "a chosen expert"
+"""What is refused if there is no such expert."""
 
 Kind = tuple[torch.dtype, int]
 """The dtype and the number of columns of one part of the rows of a message."""
@@ -63,7 +67,7 @@ def send_tokens(
     reached.
     """
     num_tokens, device = tokens.x.shape[0], tokens.x.device
-    receiver = receivers.index_select(0, tokens.experts.reshape(-1))  # [tokens * top_k]
+    receiver = looked_up(receivers, tokens.experts.reshape(-1), CHOSEN)  # [tokens * top_k]
     # [ranks, tokens]: a token with two experts on one rank goes there once.
     wanted = torch.zeros(axis.size + 1, num_tokens, dtype=torch.bool, device=device)
     wanted.scatter_(0, receiver.view(tokens.experts.shape).T, True)
@@ -77,17 +81,18 @@ def send_tokens(
     # Sizes must be known on the host. On a GPU this waits for the router.
     ones = [1] * axis.size
     came = axis.communicator.all_to_all_rows(counts, ones, ones)
-    (_, going), (choices, coming) = counts.T.tolist(), came.T.tolist()
+    going = [tokens for _, tokens in counts.tolist()]
+    choices, coming = map(list, zip(*came.tolist(), strict=True))
     leg = Leg(axis, coming, going, sent, num_tokens)
     whole = torch.long if tokens.x.element_size() == 8 else torch.int
-    parts = [tokens.x, tokens.number.unsqueeze(1), tokens.experts.to(whole)]
+    parts = [tokens.x, tokens.number, tokens.experts.to(whole)]
     if tokens.weights is not None:
         parts.insert(1, tokens.weights)
     come = move(lambda begin: _tokens_flight(leg, parts, begin), parts)
 
     def finish() -> tuple[Tokens, Leg, int]:
         x, *weights, number, experts = come()
-        return Tokens(x, number.squeeze(1), experts, *weights), leg, sum(choices)
+        return Tokens(x, number, experts, *weights), leg, sum(choices)
 
     return finish
 
@@ -147,15 +152,23 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 def _apart(rows: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
     """What :func:`_side_by_side` has put into rows."""
-    found, begin = [], 0
+    if len(kinds) == 1:
+        return [rows]
     own, own_bytes = rows.dtype, rows.element_size()
     per_step = _ALIGNED_BYTES // own_bytes
+    sizes: list[int] = []  # of parts, and of gaps behind them
+    places = []
     for kind, columns in kinds:
-        dtype = kind if kind == own else _at_least(kind, own)
-        size = columns * dtype.itemsize // own_bytes
-        part = rows.narrow(1, begin, size)
-        found.append(part if kind == own else _viewed(part, dtype).to(kind))
-        begin += size + -size % per_step
+        size = columns * _at_least(kind, own).itemsize // own_bytes
+        places.append(len(sizes))
+        sizes.append(size)
+        if gap := -size % per_step:
+            sizes.append(gap)
+    columns_of = rows.split_with_sizes(sizes, 1)
+    found = []
+    for place, (kind, _) in zip(places, kinds, strict=True):
+        part = columns_of[place]
+        found.append(part if kind == own else _viewed(part, _at_least(kind, own)).to(kind))
     return found
 
 

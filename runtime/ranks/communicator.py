@@ -351,7 +351,7 @@ class Communicator:
         ]
 
     def all_to_all_rows(
-        self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: Phase = "forward"
+        self, x: Tensor, send: list[int], receive: list[int], *, phase: Phase = "forward"
     ) -> Tensor:
         """:meth:`all_to_all` of rows that lie end to end: ``send[i]`` rows of ``x`` go to member
         ``i``, and ``receive[i]`` rows of the result come from it. ``x`` must not be changed
@@ -359,45 +359,31 @@ class Communicator:
         """
         if self.transport is None:
             return x.detach().clone(memory_format=torch.contiguous_format)
-        # Rows become elements.
-        row = math.prod(x.shape[1:])
-        send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
-        total = sum(receive_sizes)
-        self._count(phase, "all_to_all", x, x.numel(), total - receive_sizes[self.index])
-        result = x.new_empty(sum(receive), *x.shape[1:])
-        self._call(
-            "all_to_all",
-            x,
-            self.transport.all_to_all,
-            x.detach().contiguous().view(-1),
-            send_sizes,
-            result.view(-1),
-            receive_sizes,
-        )
+        given, result = self._rows(x, receive, phase)
+        self._call("all_to_all", x, self.transport.all_to_all, given, send, result, receive)
         return result
 
     def all_to_all_rows_async(
-        self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: Phase = "forward"
+        self, x: Tensor, send: list[int], receive: list[int], *, phase: Phase = "forward"
     ) -> PendingRows:
         """Begin an :meth:`all_to_all_rows`; ``x`` must not be changed any more."""
         if self.transport is None:
             return PendingRows(x.detach().clone(memory_format=torch.contiguous_format))
-        row = math.prod(x.shape[1:])
-        send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
+        given, result = self._rows(x, receive, phase)
+        begin = self.transport.start_all_to_all
+        work = self._start("all_to_all", x, begin, given, send, result, receive)
+        return PendingRows(result, work)
+
+    def _rows(self, x: Tensor, receive: Sequence[int], phase: Phase) -> tuple[Tensor, Tensor]:
+        """What this member gives of rows ``x``, and room for those that come. The call is
+        counted.
+        """
+        num_rows, row = sum(receive), x.shape[1:]
         # A rank sends nothing to itself.
-        received = sum(receive_sizes) - receive_sizes[self.index]
+        received = (num_rows - receive[self.index]) * math.prod(row)
         self._count(phase, "all_to_all", x, x.numel(), received)
-        pending = PendingRows(x.new_empty(sum(receive), *x.shape[1:]))
-        pending.work = self._start(
-            "all_to_all",
-            x,
-            self.transport.start_all_to_all,
-            x.detach().contiguous().view(-1),
-            send_sizes,
-            pending.rows.view(-1),
-            receive_sizes,
-        )
-        return pending
+        given = x.detach() if x.requires_grad else x
+        return given.contiguous(), x.new_empty(num_rows, *row)
 
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
         """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and

@@ -16,9 +16,9 @@ class PendingRows:
     complete.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, work: Work | None = None) -> None:
         self.rows = rows
-        self.work: Work | None = None
+        self.work = work
 
     def wait(self) -> Tensor:
         """All rows, by sender."""

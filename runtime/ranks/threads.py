@@ -120,7 +120,7 @@ class ThreadTransport:
         def mine(given: list[tuple[list[int], Tensor]]) -> Tensor:
             sizes, received = given[self._index]
             assert sizes == receive_sizes, (
-                f"{sizes} elements came in where {receive_sizes} were expected"
+                f"chunks of {sizes} came in where {receive_sizes} were expected"
             )
             return received
 
@@ -266,11 +266,10 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
 
 
 def _exchanged(given: list[tuple[Tensor, list[int]]]) -> list[tuple[list[int], Tensor]]:
-    """What each member gets: how many elements came from every member, and these end to end."""
+    """What each member gets: how long the chunks from all members are, and these end to end."""
     rows = [x.split_with_sizes(sizes) for x, sizes in given]
     return [
-        ([chunk.numel() for chunk in column], torch.cat(column))
-        for column in zip(*rows, strict=True)
+        ([len(chunk) for chunk in column], torch.cat(column)) for column in zip(*rows, strict=True)
     ]
 
 

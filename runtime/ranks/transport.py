@@ -67,8 +67,8 @@ class Transport(Protocol):
     def all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
     ) -> Work | None:
-        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result``
-        by sender.
+        """Consecutive chunks of ``x`` along its first dim, one to each member; what comes in fills
+        ``result`` by sender.
 
         ``x`` belongs to the transport: the caller does not change it afterwards.
         """

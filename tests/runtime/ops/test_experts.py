@@ -686,7 +686,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "rows are in the order of their arrival": (
-        ".add_(number.unsqueeze(1))",
+        ".add_(number)",
         "",
         lambda ops: rows_in_order(ops),
     ),

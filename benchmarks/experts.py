@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from compile_time import EXPERTS_CASE, run_in_process
-from experts_by_hand import average_experts, by_hand
+from experts_by_hand import average_experts, by_hand, own_experts
 from models import qwen3_moe
 from pairs import compare
 from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
@@ -127,6 +127,7 @@ def peer(case: str, folder: str, *, own_losses: bool) -> Side:
     else:
         module = by_hand(model, "loop" if case.endswith("loop") else "grouped_mm")
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+    experts = own_experts(module)
     mine = {name: value.chunk(num_ranks)[rank] for name, value in batch.items()}
 
     def step() -> float:
@@ -134,7 +135,7 @@ def peer(case: str, folder: str, *, own_losses: bool) -> Side:
         loss = loss_of(module(**mine))
         loss.backward()
         if case != "model-hf":  # FSDP2 reduces all gradients by itself
-            average_experts(module)
+            average_experts(experts)
         optimizer.step()
         return loss.item() if own_losses else mean_over_ranks(loss.item())
 

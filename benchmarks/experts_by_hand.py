@@ -81,7 +81,7 @@ class ExpertsByHand(nn.Module):
 
 def by_hand(model: nn.Module, products: Products) -> nn.Module:
     """The model with its experts on different ranks, and all else under DDP. Call
-    :func:`average_experts` after backward.
+    :func:`average_experts` of :func:`own_experts` after backward.
     """
     found = [(name, module) for name, module in model.named_modules() if name.endswith("experts")]
     for name, experts in found:
@@ -93,11 +93,14 @@ def by_hand(model: nn.Module, products: Products) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
 
 
-def average_experts(model: nn.Module) -> None:
+def own_experts(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the calling rank's experts."""
+    return [p for name, p in model.named_parameters() if ".experts." in name]
+
+
+def average_experts(experts: list[nn.Parameter]) -> None:
     """Losses are means over each rank's tokens, and DDP averages what it reduces. A rank's experts
     have sums over the tokens of all ranks.
     """
-    grads = [
-        p.grad for name, p in model.named_parameters() if ".experts." in name and p.grad is not None
-    ]
+    grads = [p.grad for p in experts if p.grad is not None]
     torch._foreach_div_(grads, dist.get_world_size())

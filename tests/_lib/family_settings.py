@@ -4,6 +4,7 @@ default is missing, or sizes must fit each other in a way that names do not tell
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,11 +77,25 @@ _SOUNDS = {"num_filters": 4, "downsampling_ratios": [2, 2, 4], "depths": [1] * 4
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 
+# Small models of the package timm, by the names of their classes' own arguments.
+_TIMM_VIT = {
+    "architecture": "vit_pe_core_tiny_patch16_384",
+    "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8},
+}
+_TIMM_STAGES = {"layers": [1, 1, 1, 1], "embed_dims": [16, 32, 32, 64]}
+
+
+def _at(path: str, settings: Settings) -> Settings:
+    """Settings of the part of a config at ``path``."""
+    return {f"{path}.{name}": value for name, value in settings.items()}
+
+
 CLASSES: Mapping[str, str] = {
     "fastspeech2_conformer": "FastSpeech2ConformerModel",
     "rag": "RagTokenForGeneration",
     "sam_hq": "SamHQVisionModel",
     "sam2": "Sam2VisionModel",
+    "edgetam": "EdgeTamVisionModel",
     "cohere_compass": "CohereCompassForCausalLM",
     "flava": "FlavaModel",
     "musicgen": "MusicgenForCausalLM",
@@ -96,6 +111,30 @@ CLASSES: Mapping[str, str] = {
 """Which class of a folder is taken where the best name is not the one that the recipe reaches."""
 
 SETTINGS: Mapping[str, Settings] = {
+    # Both of its models of sound make one frame of 320 samples.
+    "xcodec": {"semantic_model_config.num_feat_extract_layers": 7, "codebook_dim": 64},
+    # The widths of both of their models of sound, side by side.
+    "xcodec2": {"quantization_dim": 64, "num_key_value_heads": 4},
+    "neucodec": {"quantization_dim": 64, "num_key_value_heads": 4},
+    "timm_backbone": {"backbone": "resnet10t", "out_indices": [1, 2, 3, 4]},
+    "fast_vlm": {
+        "vision_config.architecture": "fastvit_t8",
+        "vision_config.model_args": {"inference_mode": True, **_TIMM_STAGES},
+        "vision_config.hidden_size": 128,
+    },
+    "perception_lm": _at("vision_config", _TIMM_VIT),
+    "pe_video": {
+        **_at("vision_config", _TIMM_VIT),
+        **_at("video_config.vision_config", _TIMM_VIT),
+    },
+    "pe_audio_video": {
+        **_at("video_config.vision_config", _TIMM_VIT),
+        **_at("audio_video_config.video_config.vision_config", _TIMM_VIT),
+    },
+    "edgetam": {
+        "backbone_config.architecture": "repvit_m0_9",
+        "vision_config.backbone_config.architecture": "repvit_m0_9",
+    },
     "autoformer": {**_SERIES, "num_time_features": 2, "moving_average": 3},
     "bailing_hybrid": _EXPERTS,
     "bridgetower": {
@@ -397,6 +436,20 @@ def _shared_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _sound_and_spectrogram(config: Any) -> dict[str, Any]:
+    """Sounds of five frames, and as many frames of their spectrograms."""
+    frames = 5
+    samples = frames * math.prod(config.downsampling_ratios)
+    return {
+        "input_values": torch.randn(BATCH, 1, samples),
+        "input_features": torch.randn(
+            BATCH, frames, config.semantic_model_config.feature_projection_input_dim
+        ),
+        "padding_mask": None,
+        "input_features_mask": None,
+    }
+
+
 ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek_vl_hybrid": _seen_twice,
     "gemma4_unified_assistant": _shared_keys,
@@ -435,6 +488,9 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "pp_ocrv5_server_det": lambda c: {"pixel_values": torch.rand(BATCH, 3, 64, 64)},
     "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": torch.rand(BATCH, 3, 96, 64)},
     "rag": _retrieved,
+    "neucodec": _sound_and_spectrogram,
+    "xcodec": lambda c: {"input_values": torch.randn(BATCH, 1, 1600)},
+    "xcodec2": _sound_and_spectrogram,
     "vibevoice_acoustic_tokenizer": lambda c: {"input_values": torch.randn(BATCH, 1, 1600)},
     "higgs_audio_v2": _half_sound,
     "idefics": lambda c: {
@@ -467,6 +523,7 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "musicgen_melody": _codebooks,
     "neomme": lambda c: {"pixel_values": None},
     "pe_audio": lambda c: {"input_values": torch.randn(BATCH, 1, 3840)},
+    "pe_audio_video": lambda c: {"input_values": torch.randn(BATCH, 1, 3840)},
     "oneformer": lambda c: {"task_inputs": torch.randint(3, 80, (BATCH, c.task_seq_len))},
     "pi0": _actions,
     "pix2struct": _flat_patches,

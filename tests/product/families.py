@@ -11,7 +11,8 @@ distributions do not have them), else from a recipe (``tests/_lib/tiny_families.
 not reach every model. Everything is float64. ``tp`` plans for a machine that is as slow as the
 models are small, as on one of the presets no channel of so small a convolution would be split. A
 model that is refused with labels or masks is tried without them. Where a refusal names inputs to
-declare as constants, the model is tried with those.
+declare as constants, the model is tried with those. Six folders have a model of the package
+``timm``, which needs ``torchvision`` and ``pillow``; without them they do not run.
 
 ``table`` counts the outcomes, prints them, and writes the page. Of folders that ``DIR`` has no row
 for, it keeps what the page says.

@@ -32,6 +32,9 @@ SIZED = {
 }  # fmt: skip
 """Operators whose sizes may be tensors of one integer; a graph holds numbers there."""
 
+SHAPED_LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+"""Operators that read the shape and dtype of their first operand, and none of its values."""
+
 
 MOST_KNOWN = 16
 """Numbers in a persistent buffer whose values forward may read: lengths, limits and flags."""
@@ -225,10 +228,8 @@ class Constants:
             yield value, call
             if call is None:
                 continue
-            for read in (
-                leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg)
-            ):
-                if isinstance(read, IRValue) and read.name not in seen:
+            for read in _values_read(call):
+                if read.name not in seen:
                     seen.add(read.name)
                     ways.append(read)
 
@@ -388,23 +389,27 @@ class Constants:
             def argument(leaf: Arg) -> Any:
                 return self._real_argument(leaf, known)
 
-            args = map_leaves(call.args, argument)
+            first: tuple[torch.Tensor, ...] = ()
+            if call.name in SHAPED_LIKE and call.args:
+                first = (self._of_shape(call, known),)
+            args = (*first, *map_leaves(call.args[len(first) :], argument))
             kwargs = {name: map_leaves(arg, argument) for name, arg in call.kwargs.items()}
             result = call.function(*args, **kwargs)
             real = known.real[value.name] = (
                 result if isinstance(result, torch.Tensor) else result[index]
             )
-            read = (
-                leaf
-                for arg in (*call.args, *call.kwargs.values())
-                for leaf in leaves(arg)
-                if isinstance(leaf, IRValue)
-            )
             # What it follows from, so that reading it makes constants of exactly these inputs.
             known.made_of[value.name] = frozenset().union(
-                *(known.made_of.get(leaf.name, ()) for leaf in read)
+                *(known.made_of.get(leaf.name, ()) for leaf in _values_read(call))
             )
         return real
+
+    def _of_shape(self, call: Call, known: _Known) -> torch.Tensor:
+        """A tensor that stands for the first operand of a call of :data:`SHAPED_LIKE`."""
+        operand: Any = call.args[0]
+        sizes = operand.shape if call.name.endswith("_like") else ()
+        shape = tuple(self._real_argument(size, known) for size in sizes)
+        return torch.empty((), dtype=operand.dtype).expand(shape)
 
     def _real_argument(self, leaf: Arg, known: _Known) -> Any:
         if isinstance(leaf, IRValue):
@@ -451,3 +456,10 @@ class Constants:
         self._recorder.keep(tensor)
         self._known.real[label] = real
         return fake
+
+
+def _values_read(call: Call) -> Iterator[IRValue]:
+    """The operands of a call that its result follows from."""
+    args = call.args[1:] if call.name in SHAPED_LIKE else call.args
+    for arg in (*args, *call.kwargs.values()):
+        yield from (leaf for leaf in leaves(arg) if isinstance(leaf, IRValue))

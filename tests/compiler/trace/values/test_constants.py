@@ -60,6 +60,21 @@ def test_values_of_constants_may_be_read() -> None:
     assert len(traced(Reads(), {"x": X}).ops) == 2
 
 
+def test_what_is_filled_like_an_input_has_values() -> None:
+    """The input gives its shape and dtype alone, which no call may change."""
+
+    class Lengths(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = x.shape[1] * x.new_ones(x.shape[0], dtype=torch.long)
+            lengths = lengths - torch.full_like(lengths, 1) + torch.zeros_like(x[:, 0]).long()
+            if not (lengths == x.shape[1] - 1).all():
+                return x
+            return torch.stack([row[:length].sum() for row, length in zip(x, lengths, strict=True)])
+
+    graph = traced(Lengths(), {"x": X})
+    assert graph.outputs[0].shape == (X.shape[0],) and not graph.constant_inputs
+
+
 def test_sizes_may_be_tensors() -> None:
     """A graph holds numbers for them: of what was counted, and of buffers. Those of a buffer that a
     checkpoint may change are compared later.

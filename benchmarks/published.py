@@ -60,12 +60,11 @@ NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
 than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
 """
 
-NVLINK = dict.fromkeys(
-    ("vTrain, one node, A100", "vTrain, several nodes, A100 80GB"), (12e-6, 218e9)
-)
-"""Seconds of a hop and bytes per second inside a node, where a study's authors measured them: the
-all-reduces of 1 to 134 MB on 2, 4 and 8 devices in vTrain's repository (``trace/a100``), to 15 % in
-the mean. (The preset's latency is that of small messages.)
+NVLINK = {2: (20e-6, 184e9), 4: (9.5e-6, 214e9), 8: (12.5e-6, 238e9)}
+"""Seconds of a hop and bytes per second inside a node of vTrain, by the devices that meet: a line
+through each table of all-reduces that its authors measured (``trace/a100`` of their repository), of
+1 to 256 MiB, to 2, 2 and 6 % in the mean. (The preset's latency is that of small messages, its rate
+that of large ones on 8 devices.)
 """
 
 ATTENTION = {"llm-foundry": (0.40, 0.30)}
@@ -79,7 +78,8 @@ BOUNDS = {
     "memory": (0.3, 1.0),
     "launch_us": (5.0, 500.0),
     "step_ms": (0.1, 100.0),
-    "waits": (0.05, 4.0),
+    "waits": (0.05, 1.0),
+    "late_us": (1.0, 1000.0),
 }
 """The constants that may be fitted, and the least and most that each may be.
 
@@ -87,11 +87,19 @@ BOUNDS = {
 ``memory``: the part of the memory's peak. ``launch_us``: microseconds in which the host launches
 one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm, loss scale).
 ``waits``: how long a device waits for a message, of the time that the message takes on links by
-itself: less than 1 where messages run beside other work, more where ranks wait for each other, too.
-(A step that is bound by its host does not wait.)
+itself: less than 1 where messages run beside other work. ``late_us``: microseconds that a hop takes
+longer than where all ranks come to a collective at the same moment, whatever its bytes. (A step
+that is bound by its host does not wait.)
 """
 
-DOUBT = {"products": 0.15, "memory": 0.2, "launch_us": 0.7, "step_ms": 0.7, "waits": 0.7}
+DOUBT = {
+    "products": 0.15,
+    "memory": 0.2,
+    "launch_us": 0.7,
+    "step_ms": 0.7,
+    "waits": 0.7,
+    "late_us": 0.7,
+}
 """How far constants may be from what is believed before any row is seen, as logarithms."""
 
 ROW_ERROR = 0.07
@@ -130,27 +138,35 @@ class Machine:
             changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
         *inner, network = hardware.tiers
         network = replace(network, uplink_bytes_per_s=NODES.get(row.study))
-        if row.study in NVLINK:
-            latency_s, bytes_per_s = NVLINK[row.study]
+        if row.study.startswith("vTrain"):
+            latency_s, bytes_per_s = NVLINK[_meeting(row)]
             inner = [replace(tier, latency_s=latency_s, bytes_per_s=bytes_per_s) for tier in inner]
-        waits = constants.get("waits", 1.0)
-        tiers = tuple(_faster(tier, waits) for tier in (*inner, network))
+        waits, late_s = constants.get("waits", 1.0), 1e-6 * constants.get("late_us", 0.0)
+        tiers = tuple(_as_waited_for(tier, waits, late_s) for tier in (*inner, network))
         return replace(hardware, device=replace(device, **changed), tiers=tiers)
 
 
-def _faster(tier: Tier, waits: float) -> Tier:
-    """Links on which all messages take this part of their time."""
+def _meeting(row: Row) -> int:
+    """How many devices of a node meet in the collectives of a row: those of tensor parallelism, or
+    those that sum gradients. Of the sizes that were measured the next one.
+    """
+    size = row.tp if row.tp > 1 else row.copies
+    return next((measured for measured in NVLINK if measured >= size), max(NVLINK))
+
+
+def _as_waited_for(tier: Tier, waits: float, late_s: float) -> Tier:
+    """Links on which messages take this part of their time, and each hop so many seconds more."""
 
     def rate(bytes_per_s: float | None) -> float | None:
         return None if bytes_per_s is None else bytes_per_s / waits
 
     kinds = {
-        kind: Link(waits * link.latency_s, link.bytes_per_s / waits)
+        kind: Link(waits * link.latency_s + late_s, link.bytes_per_s / waits)
         for kind, link in tier.kinds.items()
     }
     return replace(
         tier,
-        latency_s=waits * tier.latency_s,
+        latency_s=waits * tier.latency_s + late_s,
         bytes_per_s=tier.bytes_per_s / waits,
         uplink_bytes_per_s=rate(tier.uplink_bytes_per_s),
         fabric_bytes_per_s=rate(tier.fabric_bytes_per_s),
@@ -344,12 +360,34 @@ def refit(studies: Mapping[str, Sequence[Row]], programs: Programs) -> dict[str,
             continue
         count = min(MOST_FITTED, len(rows) // 10)
         chosen = [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
-        found[study] = fit(chosen, programs, BELIEF)
+        found[study] = fit(chosen, programs, believed(count))
     return found
 
 
-BELIEF = Machine({"products": 0.7, "memory": 0.7, "launch_us": 50.0, "step_ms": 2.0, "waits": 0.7})
-"""The constants that are believed of any study before its rows are seen."""
+BELIEF = Machine(
+    {
+        "products": 0.7,
+        "memory": 0.7,
+        "launch_us": 50.0,
+        "step_ms": 2.0,
+        "waits": 0.7,
+        "late_us": 50.0,
+    }
+)
+"""The constants that are believed of any study before its rows are seen. Ranks are believed to come
+to a collective as far apart as the launch of one operator.
+"""
+
+
+def believed(count: int) -> Machine:
+    """What is believed before so many rows are seen. Fewer rows than constants cannot tell how late
+    ranks are from how fast links are: then they are not late, as in presets.
+    """
+    constants = dict(BELIEF.constants)
+    if count < len(constants):
+        del constants["late_us"]
+    return Machine(constants)
+
 
 MOST_FITTED = 24
 """The most rows of a study on which its constants are fitted."""

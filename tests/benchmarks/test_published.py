@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.compiler.cost.time.collectives import collective_s
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -105,6 +107,21 @@ def test_constants_are_found_again(script: ModuleType) -> None:
     # Rows that tell little leave what is believed.
     found = script.fit(rows, programs, belief, row_error=10.0)
     assert found.constants == pytest.approx(belief.constants, rel=5e-2)
+
+
+def test_ranks_that_come_late_cost_as_much_for_any_message(script: ModuleType) -> None:
+    row = replace(rows_of(script)["single_node 1"], pp=1, tp=2, gpus=2)
+
+    def seconds(num_bytes: float, **constants: float) -> float:
+        hardware = script.Machine(constants).hardware(row)
+        return collective_s(hardware, "all_reduce", num_bytes, (0, 1))
+
+    for num_bytes in (1e6, 1e9):
+        more_s = seconds(num_bytes, waits=0.5, late_us=30.0) - seconds(num_bytes, waits=0.5)
+        assert more_s == pytest.approx(2 * 30e-6)  # there are two hops
+    # One row cannot tell how late ranks are.
+    assert set(script.BELIEF.constants) - set(script.believed(1).constants) == {"late_us"}
+    assert script.believed(6) == script.BELIEF
 
 
 def test_scores(script: ModuleType) -> None:

@@ -76,6 +76,7 @@ from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.mpu import MPU
 from shardwright.runtime.ranks.role_table import RoleTable
 from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.asked_gradients import watch_asked_gradients
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
 
@@ -141,6 +142,7 @@ class ParallelModule(DeclaredModule):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         # Habits that would be wrong on a part of a model, silently: these watch for them.
+        watch_asked_gradients()
         watch_clipping()
         watch_initialising()
         watch_steps()

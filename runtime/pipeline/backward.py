@@ -38,6 +38,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from shardwright.runtime.training.asked_gradients import ask_gradients
+
 Edge = tuple[Node, int]
 """A node, and the number of the result whose gradient comes in."""
 
@@ -75,7 +77,7 @@ class SplitBackward:
         handles = [node.register_prehook(self._note(node)) for node in self._deferred]
         try:
             # Gradients of the inputs, and of the edges at which the second part begins directly.
-            gradients = torch.autograd.grad(
+            gradients = ask_gradients(
                 [edge for edge, _ in self._roots],
                 [*self._inputs, *(GradientEdge(*edge) for edge in self._direct)],
                 [grad for _, grad in self._roots],
@@ -118,7 +120,7 @@ class SplitBackward:
             torch.autograd.backward(roots, grads, inputs=parameters)
             return
         # Otherwise the gradients of its edges go on with all others.
-        gradients = torch.autograd.grad(
+        gradients = ask_gradients(
             roots, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True
         )
         self._captured += _defined(edges, gradients)

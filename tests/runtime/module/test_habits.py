@@ -206,6 +206,27 @@ def test_others_are_initialised_as_ever() -> None:
     nn.init.xavier_uniform_(net().up.weight)
 
 
+def test_gradients_that_are_asked_for_are_summands(files: Path, tmp_path: Path) -> None:
+    """A warning says so where two units have copies; pieces of one unit are whole pieces."""
+
+    def ask(module: Any) -> None:
+        torch.autograd.grad(module(x=X), module.up.weight)
+        torch.autograd.grad(module(x=X), iter(module.parameters()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, lambda rank: ask(shardwright.load_class(files)()))
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2)
+
+    def on_rank(rank: int) -> None:
+        ask(shardwright.parallelize(net(), {"x": X}, "dp", config, gen_savedir=tmp_path))
+
+    with pytest.warns(
+        UserWarning, match="this rank's summand of the gradient of 'up.weight' of Net"
+    ):
+        run_ranks(2, on_rank)
+
+
 def test_hooks_on_all_modules_that_never_run_are_said(files: Path) -> None:
     """Once for each kind, in a process that runs a parallel module."""
     global_hooks._said.clear()

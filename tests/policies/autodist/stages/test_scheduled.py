@@ -183,6 +183,31 @@ def least(
     )
 
 
+def test_a_split_whose_stages_fit_is_told_from_none() -> None:
+    """The least memory that is enough for the stages of some cut, each by itself, is enough, and
+    none below.
+    """
+    for seed in range(20):
+        rng = random.Random(seed)
+        blocks = [random_block(rng) for _ in range(rng.randint(2, 6))]
+        counts = [rng.randint(1, 4) for _ in range(rng.randint(2, len(blocks)))]
+
+        def needed(span: tuple[int, int], count: int, blocks: list[Block] = blocks) -> float:
+            return sum(
+                block.held_bytes
+                + count
+                * (
+                    block.activation_bytes
+                    - max((way.saved_bytes for way in block.again), default=0.0)
+                )
+                for block in blocks[slice(*span)]
+            )
+
+        memory = min(max(map(needed, cuts, counts)) for cuts in all_cuts(len(blocks), len(counts)))
+        costs = StageCosts(PlacedBlocks(1, blocks), 4, False)
+        assert costs.may_fit(counts, memory) and not costs.may_fit(counts, memory - 0.5)
+
+
 def random_crossings(rng: random.Random, order: Schedule, num_blocks: int) -> Crossings:
     """Messages of other lengths at every boundary; none between stages of one rank."""
     nothing = np.zeros((num_blocks + 1, num_blocks + 1))

@@ -29,6 +29,7 @@ class Listener(Protocol):
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_BEFORE: ContextVar[str] = ContextVar("before", default="")
 
 
 @contextlib.contextmanager
@@ -59,4 +60,14 @@ def tell(words: str, share: float | None = None) -> None:
     """Say what goes on now. ``share``: of that which is done, 0 to 1."""
     listener = _LISTENER.get()
     if listener is not None:
-        listener.tell(words, share)
+        listener.tell(f"{_BEFORE.get()}{words}", share)
+
+
+@contextlib.contextmanager
+def preceded(words: str) -> Iterator[None]:
+    """Put ``words`` in front of all that is told inside."""
+    token = _BEFORE.set(words)
+    try:
+        yield
+    finally:
+        _BEFORE.reset(token)

@@ -61,7 +61,7 @@ from shardwright.frontend.calibrate.reference_programs import (
     measure_host,
     measure_references,
 )
-from shardwright.runtime.activity import activity, tell
+from shardwright.runtime.activity import activity, preceded, tell
 from shardwright.runtime.errors import ConfigError, on_lines
 from shardwright.runtime.ranks.world import World
 
@@ -148,8 +148,8 @@ def measure_until_certain(world: World, effort: Effort) -> dict[str, Any]:
         if not parts:
             break
         # Other work on the machine makes points slow, hardly ever twice the same ones.
-        tell(f"again, as no fit comes near: {', '.join(sorted(parts))}")
-        again = measure(world, effort, parts)
+        with preceded("again, as no fit comes near: "):
+            again = measure(world, effort, parts)
         found |= again | {"seconds": found["seconds"] + again["seconds"]}
     return found
 

@@ -6,12 +6,15 @@ parameter drift apart. torch calls a hook before every step of every optimizer, 
 step is refused. Gradients that are sums already, such as those that ``train_step`` leaves behind,
 may be stepped along by anybody, except by optimizers that send parameters from rank to rank: they
 take each rank's pieces for copies of one tensor, as wrappers of modules do
-(``runtime/module/wrappers.py``).
+(``runtime/module/wrappers.py``). So does what averages parameters over the ranks between steps.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +37,29 @@ def watch_steps() -> None:
         if not _is_watching:
             _is_watching = True
             register_optimizer_step_pre_hook(_check_step)
+            _watch_averaging()
+
+
+def _watch_averaging() -> None:
+    """Refuse ``torch.distributed.algorithms.model_averaging`` before it sends anything."""
+    averaging: Any = import_module("torch.distributed.algorithms.model_averaging.utils")
+    original = averaging.average_parameters
+
+    @functools.wraps(original)
+    def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
+        given = list(params)
+        mark = next((mark for p in given if (mark := getattr(p, PART, None)) is not None), None)
+        if mark is not None:
+            raise UsageError(
+                f"parameters of {mark.owner}, a parallel module, cannot be averaged over ranks",
+                why=f"every rank has pieces of its own, and {mark.name!r} would be the mean of "
+                "different ones",
+                hint="leave the averager out: shardwright.build_optimizer(model, "
+                "torch.optim.AdamW, lr=...) sums gradients over the ranks in every step",
+            )
+        original(iter(given), process_group)
+
+    averaging.average_parameters = average_parameters
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:

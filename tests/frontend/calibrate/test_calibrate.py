@@ -494,6 +494,8 @@ def test_what_no_fit_comes_near_is_measured_again(monkeypatch: pytest.MonkeyPatc
 
     def measured_again(world: World, effort: Effort, only: Any = None) -> dict[str, Any]:
         asked.append(only)
+        for part in sorted(only or {"all"}):
+            tell(part)
         return {"seconds": 2.0}
 
     monkeypatch.setattr(calibrate_module, "measure", measured_again)
@@ -503,7 +505,9 @@ def test_what_no_fit_comes_near_is_measured_again(monkeypatch: pytest.MonkeyPatc
         found = calibrate_module.measure_until_certain(current_world(), TINY)
     assert asked == [None, {"products", "links"}, {"links"}] and found == {"seconds": 6.0}
     assert [words for words, _ in heard.told] == [
-        "again, as no fit comes near: links, products",
+        "all",
+        "again, as no fit comes near: links",
+        "again, as no fit comes near: products",
         "again, as no fit comes near: links",
     ]
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint.state_dict_saver as saver
 from mlp_files import make_batch, make_model, write_files
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -134,6 +135,35 @@ def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group
         "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...); "
         "ComputeConfig(use_zero=1) splits its state over the ranks"
     }
+
+
+@pytest.mark.parametrize("form", ["module", "optimizer"])
+def test_parameters_that_are_averaged_between_steps(tmp_path, group, form):
+    directory = write_files(tmp_path, make_model(), 1, 2)
+
+    def train(rank):
+        module = load_class(directory)()
+        optimizer = shardwright.build_optimizer(module, torch.optim.SGD, lr=0.1)
+        averager = PeriodicModelAverager(period=1)
+        module(*make_batch(0)).backward()
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        with pytest.raises(UsageError) as error:
+            averager.average_parameters(
+                module.parameters() if form == "module" else optimizer.param_groups
+            )
+        assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+        return str(error.value)
+
+    assert set(run_ranks(2, train)) == {
+        "parameters of MLP, a parallel module, cannot be averaged over ranks\n"
+        "  why:   every rank has pieces of its own, and 'norm.weight' would be the mean of "
+        "different ones\n"
+        "  try:   leave the averager out: shardwright.build_optimizer(model, torch.optim.AdamW, "
+        "lr=...) sums gradients over the ranks in every step"
+    }
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    PeriodicModelAverager(period=1).average_parameters(plain.parameters())
 
 
 SAVES = {

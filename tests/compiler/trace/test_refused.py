@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.compiler.ops.register import register_op
 from shardwright.compiler.trace import trace
 from shardwright.runtime.errors import TraceError
+from shardwright.runtime.training.asked_gradients import watch_asked_gradients
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -277,6 +278,9 @@ def test_tensor_hooks() -> None:
 
 
 def test_gradients_taken_in_forward() -> None:
+    """Also where a parallel module has been made before, and looks at such calls."""
+    watch_asked_gradients()
+
     def penalty(x: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
         return grad**2

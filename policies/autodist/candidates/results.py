@@ -98,6 +98,8 @@ class Candidate:
       the model.
     - ``predicted_s``: the step by the model of stages; ``modelled_s``: by the formula that stages
       are cut by; ``cost``: the audit.
+    - ``messages_s``: what positions send one another adds to the step at most, wherever stages
+      begin.
     - ``used_bytes``: what the fullest rank holds, by the model of stages.
     - ``split_bound_s``: the seconds that no split of its placements is below.
     - ``is_simple``: whether the plan is a simple policy's.
@@ -109,6 +111,7 @@ class Candidate:
     placed: tuple[PlacedModel, ...]
     split_bound_s: float = 0.0
     modelled_s: float = 0.0
+    messages_s: float = 0.0
     cost: PlanCost | None = None
     used_bytes: float = 0.0
     cut_request: CutRequest | None = field(default=None, repr=False, compare=False)

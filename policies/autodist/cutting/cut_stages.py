@@ -69,13 +69,15 @@ Chain = tuple[list[int], Mapping[int, str]]
 @dataclass(frozen=True)
 class _Cut:
     """The best stages of one chain: those of ``layers``, by block, may be computed again.
-    ``step_s``: predicted.
+    ``step_s``: predicted. ``messages_s``: what positions send one another adds at most, wherever
+    stages begin.
     """
 
     split: Split
     prediction: Prediction
     layers: Mapping[int, str]
     step_s: float
+    messages_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class Cutter:
             float
         ] = []  # of every chain: what the best one says nothing of may be in another
         found: list[_Cut] = []
+        predictions: list[Prediction] = []
         # A finer chain is a model of the same plan: it may find what a coarse one cannot cut.
         for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
             costs = [
@@ -176,6 +179,7 @@ class Cutter:
             prediction = Prediction(
                 cut_request, costs, starts, messages, self.space.num_microbatches
             )
+            predictions.append(prediction)
             split = self._stages(prediction, memory_bytes, is_bounded=is_bounded)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
@@ -188,7 +192,15 @@ class Cutter:
         # The first chain within the tolerance of the best: coarse blocks are exact, fine ones are
         # not.
         enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
-        return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
+        chosen = next((cut for cut in found if cut.step_s <= enough_s), None)
+        may_lie_elsewhere = len(cut_request.placements) == 1 < cut_request.num_stages
+        if chosen is not None and is_bounded and may_lie_elsewhere:
+            # Another cut may send more.
+            longest_s = max(each.longest_message_s() for each in predictions)
+            chosen = replace(
+                chosen, messages_s=chosen.prediction.messages_s(chosen.split, longest_s)
+            )
+        return _Cuts(chosen, min(bounds))
 
     def may_fit(self, cut_request: CutRequest) -> bool:
         """Whether some cut with one placement has stages that fit, each as if the memory of its
@@ -505,6 +517,7 @@ class Cutter:
             placed,
             split.bound_s,
             modelled_s=split.cost_s,
+            messages_s=cut.messages_s,
             used_bytes=split.used_bytes,
             cut_request=cut_request,
         )

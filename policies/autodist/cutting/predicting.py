@@ -9,6 +9,7 @@ after the last action, also where they may run beside others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,6 +84,27 @@ class Prediction:
                 self.tables[stage.placement].once_s[stage.start, stage.stop]
             )
         return max(end_s + seconds for end_s, seconds in zip(ends, once, strict=True))
+
+    def longest_message_s(self) -> float:
+        """What a message between stages of the one placement takes at most, wherever they begin."""
+        size = self.cut_request.placements[0].walk.mesh.size
+        boundaries = [
+            self.messages.boundary(0, 0, size * stage)
+            for stage in range(1, self.cut_request.num_stages)
+        ]
+        return max(float(max(each.there_s.max(), each.back_s.max())) for each in boundaries)
+
+    def messages_s(self, split: Split, longest_s: float) -> float:
+        """What positions send one another adds to a step at most, if no message takes more than
+        ``longest_s``: all messages of the chain of actions that has most, and sums of parameters
+        that several positions hold.
+        """
+        num_stages = self.cut_request.num_stages
+        times = [StageTimes(0.0, 0.0, 0.0, 0.0)] * num_stages
+        pairs = itertools.pairwise(range(num_stages))
+        transfers = {way: longest_s for pair in pairs for way in (pair, pair[::-1])}
+        shared_s = self._shared_s(split, self._ranks(split))
+        return max(ends_s(self.schedule, times, transfers)) + max(shared_s)
 
     def _busiest_s(self, times: Sequence[StageTimes]) -> float:
         """What the position that has most to do takes for it, without waiting."""

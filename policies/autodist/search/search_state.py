@@ -301,14 +301,16 @@ class SearchState:
 
     def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
         """A placement lowered. One on the first ranks is kept for stages that differ."""
+        program = None
         for known in self.placements:
             # Lowering takes as long as placing; a bound that has changed since does not matter to
             # it.
-            if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
-                return replace(known, placed=placed)
-        lowered = LoweredPlacement(
-            placed, Walk(lower(self.graph, placed.plan), self.setting(ranks))
-        )
+            if known.placed.plan is placed.plan:
+                if known.walk.setting.ranks == ranks:
+                    return replace(known, placed=placed)
+                program = known.walk.program  # the same on other ranks
+        program = program or lower(self.graph, placed.plan)
+        lowered = LoweredPlacement(placed, Walk(program, self.setting(ranks)))
         if ranks == tuple(range(placed.plan.mesh.size)):
             self.placements.append(lowered)
         return lowered

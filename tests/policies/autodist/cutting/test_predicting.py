@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from covers import spread
-from planning import mesh_of, slow_machine
+from planning import mesh_of, slow_machine, two_nodes
 from plans import zoo_graph
 
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
@@ -147,6 +147,32 @@ def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
         bounds.append(bound.bound_s)
         assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
     assert len(bounds) > 1
+
+
+@pytest.mark.parametrize("named_schedule", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED], ids=str)
+def test_no_cut_gains_more_than_messages_where_these_are_faster(
+    named_schedule: NamedSchedule,
+) -> None:
+    """The pipeline axis stands inside of nodes, and operators are as fast."""
+    cut_request, _ = cut_request_for("gpt2", "2", 1e6, 2)
+    (lowered,) = cut_request.placements
+    for rate in (1e2, 1e4):
+        setting = replace(lowered.walk.setting, hardware=two_nodes(bytes_per_s=rate))
+        on_nodes = replace(lowered, walk=Walk(lowered.walk.program, setting))
+        found = []
+        for pp_place in (0, 1):
+            asked = replace(
+                cut_request,
+                placements=(on_nodes,),
+                named_schedule=named_schedule,
+                pp_place=pp_place,
+            )
+            cutter = Cutter(zoo_graph("gpt2"), SearchSpace(meshes={}, num_microbatches=COUNT))
+            found.append(cutter.cut(asked, float("inf")))
+        outermost, inside = found
+        assert isinstance(outermost, Candidate) and isinstance(inside, Candidate)
+        least_s = outermost.predicted_s - outermost.messages_s
+        assert least_s <= inside.predicted_s * (1 + 1e-9) < outermost.predicted_s
 
 
 @pytest.mark.parametrize("named_schedule", [ZERO_BUBBLE, INTERLEAVED], ids=str)

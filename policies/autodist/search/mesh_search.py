@@ -243,10 +243,11 @@ class MeshSearch:
         """Try the pipeline axis further inside, wherever that puts some ranks on other tiers of the
         machine. Meshes are tried whose bound is below the best plan: their own axes lie on no
         slower tiers where the pipeline axis is outermost. So only what positions send one another
-        can take less: where that is too little, a mesh is bounded, and not placed once more.
+        can take less: where that is too little, a schedule is bounded, and not tried once more.
 
-        Example: the best plan takes 15.5 s. On another mesh the best one takes 15.8 s, and no chain
-        of actions waits for more than 0.1 s of messages: further inside none takes less than 15.7.
+        Example: the best plan takes 15.5 s. On another mesh one of ``zb_v`` takes 15.8 s, and no
+        chain of its actions waits for more than 0.1 s of messages: further inside none takes less
+        than 15.7.
         """
         if self.space.pp_place is not None:
             return  # the user has said where it stands
@@ -257,7 +258,7 @@ class MeshSearch:
                 is_beaten = placed_mesh.bound_s >= self.state.best_s()
                 if is_beaten or self.state.is_late() or not self.state.may_place(mesh):
                     break
-                if self._without_messages_s(placed_mesh) >= self.state.best_s():
+                if not self._worth_trying(replace(placed_mesh, pp_place=pp_place)):
                     self._leave_untried(replace(placed_mesh, pp_place=pp_place))
                     continue
                 found = self._placed_mesh(number, mesh, pp_place)
@@ -266,30 +267,29 @@ class MeshSearch:
         if inner:
             self._try_all(inner)
 
-    def _without_messages_s(self, placed_mesh: PlacedMesh) -> float:
-        """What the plans that were found on a mesh take without what positions send one another;
-        infinite where none has fitted. 0 where ranks share cores: positions that lie otherwise
-        share them with others.
+    def _worth_trying(self, placed_mesh: PlacedMesh) -> list[NamedSchedule]:
+        """The schedules to try on a mesh: all, or, where the pipeline axis stands further inside
+        than outermost, those of which a plan outermost may take less than the best one but for what
+        positions send one another. Where ranks share cores, positions that lie otherwise share
+        them with others: all.
         """
-        if self.state.hardware.device.sharing is not None:
-            return 0.0
-
-        def is_there(asked: CutRequest | None) -> bool:
-            if asked is None or len(asked.placements) > 1:
-                return False
+        found = list(self.state.named_schedules(placed_mesh.num_positions))
+        is_inner = self.space.pp_place is None and placed_mesh.pp_place > 0
+        if not is_inner or self.state.hardware.device.sharing is not None:
+            return found
+        sizes = [size for _, size in placed_mesh.mesh.axes]
+        without_s: dict[NamedSchedule, float] = {}
+        for candidate in self.result.tried:
+            asked = candidate.cut_request
+            if asked is None or len(asked.placements) > 1 or asked.pp_place:
+                continue
             # Axes have names by now.
-            sizes = [size for _, size in asked.placements[0].placed.plan.mesh.axes]
-            own = [size for _, size in placed_mesh.mesh.axes]
-            return sizes == own and asked.pp_place == placed_mesh.pp_place
-
-        return min(
-            (
-                candidate.step_s - candidate.messages_s
-                for candidate in self.result.tried
-                if is_there(candidate.cut_request)
-            ),
-            default=float("inf"),
-        )
+            if [size for _, size in asked.placements[0].placed.plan.mesh.axes] == sizes:
+                known_s = without_s.get(asked.named_schedule, float("inf"))
+                own_s = candidate.step_s - candidate.messages_s
+                without_s[asked.named_schedule] = min(known_s, own_s)
+        best_s = self.state.best_s()
+        return [each for each in found if without_s.get(each, float("inf")) < best_s]
 
     def try_more_chunks(self) -> None:
         """Try interleaved 1F1B with more stages on each position than schedules are tried with, for
@@ -391,7 +391,8 @@ class MeshSearch:
         title = mesh_title(number, placed_mesh.mesh, pp_place)
         # Placements that were cut: another request may give the same.
         seen: list[Plan] = []
-        named_schedules = self.state.named_schedules(number)
+        named_schedules: Sequence[NamedSchedule] = self._worth_trying(placed_mesh)
+        self._bound_schedules(placed_mesh, named_schedules)
         steps_s: dict[NamedSchedule, float] = {}  # the best so far
         for request in self._requests(placed_mesh):
             placed = placed_mesh.fastest
@@ -542,14 +543,22 @@ class MeshSearch:
             is_beaten = placed_mesh.bound_s >= self.state.best_s()
             if number == 1 or not named_schedules or is_beaten or self.clock.left_s <= 0.0:
                 continue
-            ranks = position_ranks(placed_mesh.mesh, number, placed_mesh.pp_place)[0]
-            lowered = self.state.lowered(placed_mesh.fastest, ranks)
-            for each in named_schedules:
-                name = scheduled_title(title, each)
-                cut_request = CutRequest(name, (lowered,), number, each, placed_mesh.pp_place)
-                self.result.bound(cut_request, placed_mesh.bound_s)
+            self._bound_schedules(placed_mesh)
             # An interrupt before this leaves a bound too many, and none too few.
             self.result.unanswered.pop(title, None)
+
+    def _bound_schedules(self, placed_mesh: PlacedMesh, but: Sequence[NamedSchedule] = ()) -> None:
+        """Bound the schedules of a mesh, but for those that are tried."""
+        number, pp_place = placed_mesh.num_positions, placed_mesh.pp_place
+        rest = [each for each in self.state.named_schedules(number) if each not in but]
+        if not rest:
+            return
+        ranks = position_ranks(placed_mesh.mesh, number, pp_place)[0]
+        lowered = self.state.lowered(placed_mesh.fastest, ranks)
+        for each in rest:
+            name = scheduled_title(_title(placed_mesh), each)
+            cut_request = CutRequest(name, (lowered,), number, each, pp_place)
+            self.result.bound(cut_request, placed_mesh.bound_s)
 
     def bound_unanswered(self) -> None:
         """Keep the bounds of meshes that were tried and left nothing that fits.

@@ -258,7 +258,7 @@ class MeshSearch:
                 is_beaten = placed_mesh.bound_s >= self.state.best_s()
                 if is_beaten or self.state.is_late() or not self.state.may_place(mesh):
                     break
-                if not self._worth_trying(replace(placed_mesh, pp_place=pp_place)):
+                if not self._schedules_to_try(replace(placed_mesh, pp_place=pp_place)):
                     self._leave_untried(replace(placed_mesh, pp_place=pp_place))
                     continue
                 found = self._placed_mesh(number, mesh, pp_place)
@@ -267,7 +267,7 @@ class MeshSearch:
         if inner:
             self._try_all(inner)
 
-    def _worth_trying(self, placed_mesh: PlacedMesh) -> list[NamedSchedule]:
+    def _schedules_to_try(self, placed_mesh: PlacedMesh) -> list[NamedSchedule]:
         """The schedules to try on a mesh: all, or, where the pipeline axis stands further inside
         than outermost, those of which a plan outermost may take less than the best one but for what
         positions send one another. Where ranks share cores, positions that lie otherwise share
@@ -391,7 +391,7 @@ class MeshSearch:
         title = mesh_title(number, placed_mesh.mesh, pp_place)
         # Placements that were cut: another request may give the same.
         seen: list[Plan] = []
-        named_schedules: Sequence[NamedSchedule] = self._worth_trying(placed_mesh)
+        named_schedules: Sequence[NamedSchedule] = self._schedules_to_try(placed_mesh)
         self._bound_schedules(placed_mesh, named_schedules)
         steps_s: dict[NamedSchedule, float] = {}  # the best so far
         for request in self._requests(placed_mesh):

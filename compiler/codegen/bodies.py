@@ -23,7 +23,7 @@ from shardwright.compiler.ir.identifier import identifier
 from shardwright.compiler.ir.quote import docstring
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
-from shardwright.compiler.plan.program import Program, draws
+from shardwright.compiler.plan.program import Program
 from shardwright.compiler.plan.repeated_blocks import (
     Run,
     container_path,
@@ -43,7 +43,7 @@ class _Method:
     name: str
     lines: list[str]
     takes_block: bool  # it reads tensors of a layer
-    takes_layer: bool  # it names random draws after the number of the layer
+    takes_layer: bool  # it finds what draws random numbers by the number of the layer
 
 
 @dataclass
@@ -167,10 +167,7 @@ class BodyWriter(StatementWriter):
         arguments += [*inputs, *run.symbols]
         if not run.recompute:
             return f"self.{method.name}({', '.join(arguments)})"
-        self.need("recompute")
-        # Where the block is recomputed, its random numbers must be the same the second time.
-        moment = ["rng=self.rng"] if draws(run.instructions) else []
-        return f"recompute({', '.join([f'self.{method.name}', *arguments, *moment])})"
+        return f"self.recompute({', '.join([f'self.{method.name}', *arguments])})"
 
     def _write_method(self, instances: list[Run], program: Program) -> _Method:
         """The method for runs that are alike, written from the first of them."""
@@ -217,8 +214,8 @@ class BodyWriter(StatementWriter):
                 read = f"{read} if self.training else None"
             outputs.append(read)
         lines.append(Line(f"return {', '.join(outputs)}"))
-        # Random draws are named after the number of the layer.
-        takes_layer = any("{layer}" in line.code for line in lines)
+        # What draws random numbers is found by the number of the layer.
+        takes_layer = any("{layer}" in line.code or "[layer]" in line.code for line in lines)
         # Layers without tensors are no part of the parallel module: nothing could be handed over.
         takes_block = run.container is not None and any(
             re.search(r"\bblock[.\[]", line.code) for line in lines

@@ -1,5 +1,5 @@
-"""The declarations of a generated class: one statement per tensor, and one for a tensor of all
-layers.
+"""The declarations of a generated class: one statement for a tensor, or a function that draws
+random numbers, and one for that of all layers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shardwright.compiler.codegen.literals import named, range_text, source
+from shardwright.compiler.codegen.random_functions import RandomFunction
 from shardwright.compiler.codegen.text import WIDTH, wrap
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import ValueKind
@@ -25,7 +26,7 @@ class _Layer:
     """
 
     container: tuple[str, int] | None
-    declarations: tuple[Declaration, ...]
+    declarations: tuple[Declaration | RandomFunction, ...]
 
     @property
     def statements(self) -> list[str]:
@@ -42,7 +43,7 @@ class _Layer:
         ) and self.statements == earlier.statements
 
 
-def declaration_lines(declarations: Iterable[Declaration]) -> list[str]:
+def declaration_lines(declarations: Iterable[Declaration | RandomFunction]) -> list[str]:
     """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop
     over their numbers.
     """
@@ -82,14 +83,18 @@ def _stretches(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
         yield stretch
 
 
-def _name(declaration: Declaration) -> str:
+def _name(declaration: Declaration | RandomFunction) -> str:
+    if isinstance(declaration, RandomFunction):
+        return declaration.path
     return declaration.value.fqn or declaration.value.name
 
 
-def _statement(declaration: Declaration, container: tuple[str, int] | None) -> str:
+def _statement(declaration: Declaration | RandomFunction, container: tuple[str, int] | None) -> str:
     """``self.parameter("up.weight", "[32/tp, 8]", torch.float32)``; of a layer with the variable
     ``layer`` for its number.
     """
+    if isinstance(declaration, RandomFunction):
+        return declaration.statement(container)
     value = declaration.value
     words = [
         source(named(_name(declaration), container)),

@@ -198,7 +198,7 @@ class Writer(BodyWriter):
         declarations = {
             d.value.name: d for program in self._programs() for d in program.declarations
         }
-        return declaration_lines(declarations.values())
+        return declaration_lines([*declarations.values(), *self._drawing()])
 
     # ---------------------------------------------------------------------------------------------
     # signature

@@ -296,7 +296,7 @@ class _PipelineWriter(BodyWriter):
 
     def _declarations(self) -> list[str]:
         assert self.pipeline is not None
-        return declaration_lines(self.pipeline.declarations_of(self.own))
+        return declaration_lines([*self.pipeline.declarations_of(self.own), *self._drawing()])
 
 
 def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:

@@ -11,6 +11,11 @@ from typing import Any
 import sympy
 
 from shardwright.compiler.codegen.names import axis_variables
+from shardwright.compiler.codegen.random_functions import (
+    RandomFunction,
+    functions_of,
+    random_functions,
+)
 from shardwright.compiler.ir.identifier import axis_variable, is_name
 from shardwright.compiler.ir.op import AxisRef
 from shardwright.compiler.ir.quote import quoted
@@ -25,8 +30,6 @@ RUNTIME_IMPORTS = {
     "ParallelModule": "from shardwright.runtime.module.parallel_module import ParallelModule",
     "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
     "flatten": "from shardwright.runtime.structure import flatten",
-    "recompute": "from shardwright.runtime.recompute import recompute",
-    "in_pieces": "from shardwright.runtime.in_pieces import in_pieces",
     "piece_of": "from shardwright.runtime.in_pieces import piece_of",
     "all_gather_together": "from shardwright.runtime.adapters import all_gather_together",
     "Joined": "from shardwright.runtime.in_pieces import Joined",
@@ -53,6 +56,7 @@ class FileNames:
     imports: set[str] = field(default_factory=set)
     _imported: set[str] | None = None
     _classes: dict[str, str] = field(default_factory=dict)
+    _random: dict[int, dict[str, RandomFunction]] = field(default_factory=dict)
     # The variables of axes, by the id of a program.
     _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
 
@@ -63,6 +67,16 @@ class FileNames:
     def _programs(self) -> list[Program]:
         """Every program whose body stands in the file."""
         return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
+
+    def _random_functions(self) -> dict[int, dict[str, RandomFunction]]:
+        """What draws random numbers, by the id of a program and the name of what is drawn."""
+        if not self._random:
+            self._random = random_functions(self._programs())
+        return self._random
+
+    def _drawing(self) -> list[RandomFunction]:
+        """What draws random numbers, each function once."""
+        return functions_of(self._random_functions())
 
     def _gathers_weights(self) -> bool:
         return any(

@@ -20,6 +20,7 @@ from shardwright.compiler.codegen.local_sizes import renamed, size_names, sizes_
 from shardwright.compiler.codegen.names import (
     Scope,
 )
+from shardwright.compiler.codegen.random_functions import drawing_source, drawn_by, without_draw
 from shardwright.compiler.codegen.text import (
     Line,
     names_read,
@@ -46,7 +47,6 @@ from shardwright.compiler.plan.program import (
     Compute,
     Loop,
     Program,
-    draws,
     gathers_at,
 )
 from shardwright.compiler.plan.repeated_blocks import (
@@ -150,12 +150,11 @@ class StatementWriter(FileNames):
                 ...
                 return total
 
-            loss = in_pieces(loss_piece, "loss", 4, (piece_of(hidden, 1), ...), (TOTAL,), ...)
+            loss = self.in_pieces(loss_piece, "loss", 4, (piece_of(hidden, 1), ...), (TOTAL,), ...)
 
         Whatever may take a gradient is an argument of the function. It reads all else, such as
         sizes and groups, from around it.
         """
-        self.need("in_pieces")
         function = scope.unused(f"{identifier(loop.axis)}_piece")
         scope.reserve(function)
         outside, words, arguments = [], [], []
@@ -199,9 +198,7 @@ class StatementWriter(FileNames):
             tuple_text(words),
             tuple_text(results),
         ]
-        if draws(loop.body):
-            given.append("rng=self.rng")
-        call = f"in_pieces({', '.join(given)})"
+        call = f"self.in_pieces({', '.join(given)})"
         return [*lines, Line(f"{targets} = {call}", module=lines[-2].module)]
 
     def _door_text(
@@ -309,7 +306,12 @@ class StatementWriter(FileNames):
         def written(leaf: Any) -> Any:
             return named(replaced(renamed(leaf, variables)), scope.block, identifier)
 
-        code = call_source(op.map_args(written), scope.name, to_python)
+        draw = drawn_by(op)
+        plain = op if draw is None else without_draw(op)
+        code = call_source(plain.map_args(written), scope.name, to_python)
+        if draw is not None:
+            function = self._random_functions()[id(program)][draw.name]
+            code = drawing_source(code, function, draw, scope.block)
         # Results get their names after the call was written, so that it reads the old ones.
         for value in op.results:
             scope.define(value)

@@ -3,7 +3,8 @@
 ``rng="plan_independent"`` cuts the numbers of the whole tensor, so it needs the layout of what is
 drawn. ``rng="fast"`` draws a piece: its shape is that of the piece at hand, and ranks differ along
 the axes that cut it. So ``self.draw("noise", layout="[4, 8, 64/tp]")`` becomes ``self.draw("noise",
-"tp")``, and ``self.draw("noise")`` where no axis cuts it. The numbers stay the same.
+"tp")``, and ``self.draw("noise")`` where no axis cuts it. The numbers stay the same, but for masks
+of attention in blocks, which are drawn block by block.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from shardwright.compiler.ir.op import IROp, RankDraw
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step, steps
 from shardwright.runtime.errors import PlanError
-
-_BY_PLACE = frozenset(("attention_where",))
-"""Operators that draw by where in the whole tensor they are, in squares."""
 
 
 def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:
@@ -72,8 +70,6 @@ def _drawn(instruction: Instruction) -> Instruction:
 
 def _drawn_step(instruction: Step) -> Step:
     if not isinstance(instruction, Compute) or not instruction.op.draws:
-        return instruction
-    if instruction.original.target in _BY_PLACE:
         return instruction
     return replace(instruction, op=with_piece_drawn(instruction.op))
 

@@ -179,11 +179,6 @@ def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
             yield instruction
 
 
-def draws(instructions: Iterable[Instruction]) -> bool:
-    """Whether random numbers are drawn in this part of a program."""
-    return any(isinstance(step, Compute) and step.op.draws for step in steps(instructions))
-
-
 def joins(item: object) -> bool:
     """Whether this part of a program goes in one collective with the part before it."""
     return isinstance(item, Adapt) and item.joins

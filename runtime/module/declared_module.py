@@ -12,7 +12,7 @@ scopes under its original name: ``self.up.weight``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -33,6 +33,8 @@ from shardwright.runtime.module.declarations import Declaration, DeclaredParamet
 from shardwright.runtime.module.extra_state import check_holds_wholes
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
+from shardwright.runtime.ops.random import Draw
+from shardwright.runtime.ops.random_functions import RandomFunctions
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import World
@@ -52,6 +54,7 @@ class DeclaredModule(CompiledModule):
     zero: ClassVar[int] = 1
     weight_digests: ClassVar[Mapping[str, ChunkDigests]] = {}
 
+    random: RandomFunctions
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
     _parameters_declared: list[DeclaredParameter]
@@ -86,8 +89,8 @@ class DeclaredModule(CompiledModule):
     # What a generated ``declare`` calls
 
     def declare(self) -> None:
-        """Name every tensor. A generated class does it in the order of the original
-        ``named_parameters()``.
+        """Name every tensor, and what draws random numbers. A generated class names tensors in the
+        order of the original ``named_parameters()``.
 
         That order becomes the order of ``parameters()``, by which optimizers number their state.
         """
@@ -143,6 +146,25 @@ class DeclaredModule(CompiledModule):
             Declaration(
                 name, "constant", Layout.parse(layout), dtype, persistent=False, stage=stage
             )
+        )
+
+    def random_function(
+        self,
+        path: str,
+        function: Callable[..., Any],
+        *axes: str,
+        layout: str | None = None,
+        name: str = "",
+    ) -> None:
+        """Declare an operator that draws random numbers, as :attr:`random` has it at ``path``: see
+        :meth:`RngState.draw`. The name of the draw is ``name``, or ``h_0_mlp_dropout`` where the
+        path is ``h.0.mlp.dropout``.
+
+        Raises :class:`LoadError` as that does.
+        """
+        name = name or path.replace(".", "_")
+        self.random.add(
+            path, function, Draw(self.rng, name) if layout else self.rng.draw(name, *axes), layout
         )
 
     def _declare(self, declaration: Declaration) -> None:

@@ -47,6 +47,7 @@ from shardwright.runtime.errors import (
     format_error,
 )
 from shardwright.runtime.gathered_weights import WeightGathering
+from shardwright.runtime.in_pieces import in_pieces
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.left_out import LeftOut
 from shardwright.runtime.mesh import ZERO
@@ -70,12 +71,14 @@ from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.programs import Programs
 from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.wrappers import watch_wrappers
-from shardwright.runtime.ops.random import NO_SIZES, Draw, NamedSizes, RngMode, RngState
+from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ops.random_functions import RandomFunctions
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.mpu import MPU
 from shardwright.runtime.ranks.role_table import RoleTable
 from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.recompute import recompute
 from shardwright.runtime.training.asked_gradients import watch_asked_gradients
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
@@ -158,6 +161,7 @@ class ParallelModule(DeclaredModule):
         self._parameters_declared = []
         self._gathering = WeightGathering()
         self._known_buffers = KnownBuffers(self)
+        self.random = RandomFunctions()
         # The generated class names its tensors, and they are made.
         self.declare()
         self._make_tensors(init_params)
@@ -411,11 +415,17 @@ class ParallelModule(DeclaredModule):
         """
         return self.training and torch.is_grad_enabled()
 
-    def draw(
-        self, name: str, *axes: str, layout: str | None = None, sizes: NamedSizes = NO_SIZES
-    ) -> Draw:
-        """The random numbers of one operator: see :meth:`RngState.draw`."""
-        return self.rng.draw(name, *axes, layout=layout, sizes=sizes)
+    def recompute(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, computed again in the backward: see
+        :func:`shardwright.runtime.recompute.recompute`.
+        """
+        return recompute(function, *args, rng=self.rng if self.random else None)
+
+    def in_pieces(self, *args: Any) -> Any:
+        """A part of the program in pieces, one after the other: see
+        :func:`shardwright.runtime.in_pieces.in_pieces`.
+        """
+        return in_pieces(*args, rng=self.rng if self.random else None)
 
     def left_out(self, path: str) -> LeftOut:
         """What stands in a result for an output that a training step leaves out."""

@@ -35,6 +35,7 @@ from shardwright.runtime.module.inputs import ABSENT, compiled_in
 from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.scope import Scope, place
 from shardwright.runtime.module.weights import WeightFiles
+from shardwright.runtime.ops.random_functions import RandomFunctions
 
 if TYPE_CHECKING:
     from shardwright.runtime.module.parallel_module import ParallelModule
@@ -183,6 +184,7 @@ def _sharing(
     made._declarations, made._places, made._parameters_declared = {}, {}, []
     made._gathering = WeightGathering()
     made._known_buffers = KnownBuffers(made)
+    made.random = RandomFunctions()
     made._steps_without_sums = main._steps_without_sums
     made.declare()
     shared = _shared(main, program_class, made._declarations, path)

@@ -167,6 +167,13 @@ class Scope(nn.Module):
             self._refuse_change(f"submodule {name!r}")
         elif name == "__class__":
             self._refuse_change(f"class {value.__name__}")
+        elif name == "qconfig":
+            raise UsageError(
+                f"{self._title()} cannot be quantized",
+                why="torch.ao.quantization replaces layers that it knows by their classes, and "
+                "here are none: it would change nothing",
+                hint="quantize an ordinary module, with the weights that merge_checkpoint gives it",
+            )
         # No program reads it: the value was compiled in.
         elif self._path and not name.startswith("_"):
             self._warn_of_setting(name)

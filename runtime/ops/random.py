@@ -235,10 +235,9 @@ def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
     raise SyntaxError(f"{ast.unparse(node)} is no size")
 
 
-# Not frozen, as one is made in every call: that would take three times as long.
 @dataclass(slots=True, eq=False)
 class Draw:
-    """One draw of an operator, which generated code makes by ``self.draw("up_dropout", "tp")``.
+    """What an operator draws: see :meth:`RngState.draw`.
 
     ``axes``: those along which ranks draw different numbers. ``layout``: that of the tensor drawn,
     where every plan draws the same; ``None``: a rank draws for the piece at hand. The functions

@@ -258,7 +258,7 @@ def _stage_lines(pipe: Pipe, stage: int, rank: int) -> list[str]:
         ]
     lines += [
         f"block = self.blocks[{stage}]",
-        "hidden = recompute(self.mlp, block, hidden, rng=self.rng)"
+        "hidden = self.recompute(self.mlp, block, hidden)"
         if pipe.recompute
         else "hidden = self.mlp(block, hidden)",
         "mean, var = block.norm.running_mean.clone(), block.norm.running_var.clone()",
@@ -271,8 +271,7 @@ def _stage_lines(pipe: Pipe, stage: int, rank: int) -> list[str]:
         f"    self.update_buffer('blocks.{stage}.norm.running_var', var)",
     ]
     if pipe.dropout:
-        draw = f"self.draw('drop{stage}', layout='[{BATCH}, {WIDTH}]')"
-        lines.append(f"hidden = dropout(hidden, {pipe.dropout}, self.training, draw={draw})")
+        lines.append(f"hidden = self.random.drop{stage}(hidden, {pipe.dropout}, self.training)")
     sent = [t.name for t in seg.sends]
     if stage in pipe.cut:
         lines.append("piece = narrow(hidden, tp, 1)")
@@ -302,6 +301,11 @@ def source(pipe: Pipe, rank: int) -> str:
             f"        self.{d.kind}({d.name!r}, {str(d.layout)!r}, torch.float64{aliases}, "
             f"stage={d.stage})"
         )
+    if pipe.dropout:
+        layout = f"[{BATCH}, {WIDTH}]"
+        declared += [
+            f"        self.random_function('drop{k}', dropout, layout={layout!r})" for k in own
+        ]
     methods = "\n\n".join(
         "\n".join(f"    {line}" for line in _stage_lines(pipe, k, rank)) for k in own
     )
@@ -314,7 +318,6 @@ from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.pipeline.module import PipelineModule
 from shardwright.runtime.pipeline.segment import Segment, Stage, Transfer
-from shardwright.runtime.recompute import recompute
 
 
 class Net(PipelineModule):

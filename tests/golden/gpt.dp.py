@@ -44,6 +44,8 @@ class GPT(ParallelModule):
             self.parameter(f"blocks.{layer}.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        for layer in range(3):
+            self.random_function(f"blocks.{layer}.dropout", dropout)
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
@@ -93,6 +95,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
+        dropout_1 = self.random.blocks[layer].dropout(down, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

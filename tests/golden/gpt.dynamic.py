@@ -47,6 +47,8 @@ class GPT(ParallelModule):
             self.parameter(f"blocks.{layer}.down.bias", "[16] G(dp)", torch.float32)
         self.parameter("norm.weight", "[16] G(dp)", torch.float32)
         self.parameter("norm.bias", "[16] G(dp)", torch.float32)
+        for layer in range(2):
+            self.random_function(f"blocks.{layer}.dropout", dropout, "dp")
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
@@ -110,6 +112,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         # [batch/dp, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout", "dp"))
+        dropout_1 = self.random.blocks[layer].dropout(down, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         return add

@@ -78,6 +78,7 @@ class GPT(PipelineModule):
         self.parameter("blocks.2.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        self.random_function("blocks.2.dropout", dropout)
 
     def stage1(self, labels, blocks_1_add):
         # blocks_1_add: [batch, seq, hidden]
@@ -118,7 +119,7 @@ class GPT(PipelineModule):
         # [batch, seq, hidden]  tiny_gpt.py:39
         blocks_2_down = F.linear(blocks_2_gelu, self.blocks[2].down.weight, self.blocks[2].down.bias)
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_2_dropout = dropout(blocks_2_down, p=0.1, training=self.training, draw=self.draw("blocks_2_dropout"))
+        blocks_2_dropout = self.random.blocks[2].dropout(blocks_2_down, p=0.1, training=self.training)
         blocks_2_add = blocks_2_x + blocks_2_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
 
         # GPT

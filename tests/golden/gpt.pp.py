@@ -78,6 +78,8 @@ class GPT(PipelineModule):
             self.parameter(f"blocks.{layer}.up.bias", "[64]", torch.float32)
             self.parameter(f"blocks.{layer}.down.weight", "[16, 64]", torch.float32)
             self.parameter(f"blocks.{layer}.down.bias", "[16]", torch.float32)
+        for layer in range(2):
+            self.random_function(f"blocks.{layer}.dropout", dropout)
 
     def stage0(self, tokens):
         # GPT
@@ -121,6 +123,6 @@ class GPT(PipelineModule):
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
+        dropout_1 = self.random.blocks[layer].dropout(down, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

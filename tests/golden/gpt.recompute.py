@@ -19,7 +19,6 @@ from shardwright.runtime.adapters import all_gather, all_reduce, grad_all_reduce
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ops import cross_entropy, dropout, embedding
-from shardwright.runtime.recompute import recompute
 
 
 class GPT(ParallelModule):
@@ -48,6 +47,8 @@ class GPT(ParallelModule):
             self.parameter(f"blocks.{layer}.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        for layer in range(2):
+            self.random_function(f"blocks.{layer}.dropout", dropout)
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
@@ -64,7 +65,7 @@ class GPT(ParallelModule):
         # blocks
         blocks_add = x
         for layer in range(2):
-            blocks_add = recompute(self.blocks_block, self.blocks[layer], layer, blocks_add, rng=self.rng)
+            blocks_add = self.recompute(self.blocks_block, self.blocks[layer], layer, blocks_add)
 
         # GPT
         norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:56
@@ -115,6 +116,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:39
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
+        dropout_1 = self.random.blocks[layer].dropout(down_tp_sum, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

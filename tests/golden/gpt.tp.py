@@ -47,6 +47,8 @@ class GPT(ParallelModule):
             self.parameter(f"blocks.{layer}.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        for layer in range(3):
+            self.random_function(f"blocks.{layer}.dropout", dropout)
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
@@ -114,6 +116,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:39
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
+        dropout_1 = self.random.blocks[layer].dropout(down_tp_sum, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

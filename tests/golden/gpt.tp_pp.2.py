@@ -81,6 +81,7 @@ class GPT(PipelineModule):
         self.parameter("blocks.1.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        self.random_function("blocks.1.dropout", dropout)
 
     def stage1(self, labels, blocks_0_add):
         # blocks_0_add: [batch, seq, hidden]
@@ -131,7 +132,7 @@ class GPT(PipelineModule):
         blocks_1_down = F.linear(blocks_1_gelu, self.blocks[1].down.weight, blocks_1_down_bias_tp_once)
         blocks_1_down_tp_sum = all_reduce(blocks_1_down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_1_dropout = dropout(blocks_1_down_tp_sum, p=0.1, training=self.training, draw=self.draw("blocks_1_dropout"))
+        blocks_1_dropout = self.random.blocks[1].dropout(blocks_1_down_tp_sum, p=0.1, training=self.training)
         blocks_1_add = blocks_1_x + blocks_1_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
 
         # GPT

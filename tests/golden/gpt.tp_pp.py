@@ -80,6 +80,7 @@ class GPT(PipelineModule):
         self.parameter("blocks.0.up.bias", "[64/tp]", torch.float32)
         self.parameter("blocks.0.down.weight", "[16, 64/tp]", torch.float32)
         self.parameter("blocks.0.down.bias", "[16]", torch.float32)
+        self.random_function("blocks.0.dropout", dropout)
 
     def stage0(self, tokens):
         tp = self.axis("tp")
@@ -137,7 +138,7 @@ class GPT(PipelineModule):
         blocks_0_down = F.linear(blocks_0_gelu, self.blocks[0].down.weight, blocks_0_down_bias_tp_once)
         blocks_0_down_tp_sum = all_reduce(blocks_0_down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_0_dropout = dropout(blocks_0_down_tp_sum, p=0.1, training=self.training, draw=self.draw("blocks_0_dropout"))
+        blocks_0_dropout = self.random.blocks[0].dropout(blocks_0_down_tp_sum, p=0.1, training=self.training)
         blocks_0_add = blocks_0_x + blocks_0_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
         return (blocks_0_add,)
 

@@ -49,6 +49,8 @@ class GPT(ParallelModule):
             self.parameter(f"blocks.{layer}.down.bias", "[16]", torch.float32)
         self.parameter("norm.weight", "[16]", torch.float32)
         self.parameter("norm.bias", "[16]", torch.float32)
+        for layer in range(3):
+            self.random_function(f"blocks.{layer}.dropout", dropout)
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
@@ -119,6 +121,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, down_weight_zero_whole, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         del down_weight_zero_whole
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(down, p=0.1, training=self.training, draw=self.draw(f"blocks_{layer}_dropout"))
+        dropout_1 = self.random.blocks[layer].dropout(down, p=0.1, training=self.training)
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

@@ -100,8 +100,8 @@ def test_dropout_of_rows_is_drawn_where_they_are(monkeypatch: pytest.MonkeyPatch
     entry = expert_models.get(BY_HAND)
     graph = plans.traced(entry.build(num_layers=1), entry.inputs())
     text = "".join(plans.compile_with(graph, "ep", 2).files.values())
-    found = {line.strip() for line in text.splitlines() if "= dropout(" in line}
-    assert found and all(line.endswith(', "ep"))') for line in found), found
+    found = {line.strip() for line in text.splitlines() if "self.random_function(" in line}
+    assert found and all(', dropout, "ep"' in line for line in found), found
     with pytest.raises(
         PlanError, match='for rows of experts, with rng="plan_independent"'
     ) as caught:

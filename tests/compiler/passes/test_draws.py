@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Drops(nn.Module):
@@ -47,8 +46,9 @@ def test_what_masks_are_drawn_by(policy: str, options: dict, words: list[str]) -
 
 
 def draws_in(text: str) -> list[str]:
-    """What draws are told beside their names."""
-    return [found.lstrip(", ") for found in re.findall(r'self\.draw\(\s*"[^"]*"([^()]*)\)', text)]
+    """What functions that draw are declared with, beside paths, names and themselves."""
+    found = re.findall(r'self\.random_function\(\s*"[^"]*", \w+([^()]*)\)', text)
+    return [re.sub(r'(, )?name="[^"]*"', "", words).lstrip(", ") for words in found]
 
 
 class Noise(nn.Module):
@@ -98,7 +98,7 @@ class Attends(nn.Module):
         (
             "tp",
             {"rng": "plan_independent"},
-            'layout="[batch, 4/tp, seq, seq]", sizes={"batch": batch, "seq": seq}',
+            'layout="[batch, 4/tp, seq, seq]"',
         ),
     ],
 )
@@ -109,6 +109,7 @@ def test_what_attention_is_drawn_by(policy: str, options: dict, words: str) -> N
     text = plans.compile_with(graph, policy, 2, **options).files["gencode0.py"]
     (found,) = draws_in(text)
     assert " ".join(found.split()) == words, text
+    assert ('sizes={"batch": batch, "seq": seq}' in text) == ("rng" in options), text
 
 
 class Recurs(nn.Module):
@@ -126,24 +127,56 @@ def test_recurrent_layers_draw_without_layouts() -> None:
     with pytest.warns(UserWarning, match="much more than its part"):
         made = plans.compile_with(plans.traced(Recurs().double(), {"x": x}), "tp", 2)
     text = made.files["gencode0.py"]
-    assert text.count("draw=") == 3 == len(draws_in(text)) and "layout=" not in text, text
+    assert text.count("self.random.") == 3 == len(draws_in(text)) and "layout=" not in text, text
 
 
-class Recomputed(nn.Module):
-    def __init__(self, rate: float) -> None:
+class Block(nn.Module):
+    """Draws by a module, by one that runs again, and for variables: of a name that a parameter
+    has, of one that does not tell, and in a list.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.rate = nn.Linear(4, 8), rate
+        self.up, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25))
+        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        def block(x: Tensor) -> Tensor:
-            return F.dropout(self.up(x).relu(), self.rate, self.training).square()
-
-        found: Tensor = checkpoint(block, x, use_reentrant=False)
-        return found.mean()
+        weight = F.dropout(self.weight, 0.5, self.training)
+        hidden = self.drop(self.drop(self.up(x)) * weight)
+        return self.net(hidden) + F.alpha_dropout(x, 0.25, self.training)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_a_region_is_told_of_random_numbers_where_it_draws_some(rate: float) -> None:
-    graph = plans.traced(Recomputed(rate).double(), {"x": torch.ones(2, 4, dtype=torch.float64)})
-    text = plans.compile_with(graph, "dp", 1).files["gencode0.py"]
-    assert "recompute(" in text and ("rng" in text) == (rate > 0), text
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_functions_that_draw_stand_where_their_modules_stood() -> None:
+    """They are declared for all layers at once, and no call is told what it draws."""
+    graph = plans.traced(Blocks().double(), {"x": torch.ones(2, 4, dtype=torch.float64)})
+    text = plans.compile_with(graph, "data", 2).files["gencode0.py"]
+    declared = [line.strip() for line in text.splitlines() if "self.random_function(" in line]
+    assert declared == [
+        'self.random_function(f"blocks.{layer}.weight_1_dropout", dropout, '
+        'name=f"blocks_{layer}_weight_1")',
+        'self.random_function(f"blocks.{layer}.drop", dropout, "dp")',
+        'self.random_function(f"blocks.{layer}.drop_1", dropout, "dp")',
+        'self.random_function(f"blocks.{layer}.net.1", dropout, "dp")',
+        'self.random_function(f"blocks.{layer}.alpha_dropout", alpha_dropout, "dp")',
+    ], text
+    called = re.findall(r"= self\.random\.blocks\[layer\]\.(\S+)\((\S+), (.*)\)", text)
+    assert called == [
+        ("weight_1_dropout", "block.weight", "training=self.training"),
+        ("drop", "up", "training=self.training"),
+        ("drop_1", "mul", "training=self.training"),
+        ("net[1]", "net_0", "p=0.25, training=self.training"),
+        ("alpha_dropout", "x", "p=0.25, training=self.training"),
+    ], text
+    assert "draw=" not in text, text

@@ -101,6 +101,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "jit.script": (torch.jit.script, "cannot be compiled by torch.jit.script"),
     "jit.trace": (lambda m: torch.jit.trace(m, (X,)), "cannot be traced by torch.jit"),
     "apply": (lambda m: m.apply(lambda part: None), "has no layers that apply"),
+    "quantize_dynamic": (torch.ao.quantization.quantize_dynamic, "cannot be quantized"),
     "init": (lambda m: nn.init.xavier_uniform_(m.up.weight),
         "'up.weight' of Net cannot be initialised in place"),
     "normal": (lambda m: nn.init.normal_(m.down.bias),

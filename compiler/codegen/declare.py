@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from shardwright.compiler.codegen.drawing_calls import RandomFunction
 from shardwright.compiler.codegen.literals import named, range_text, source
-from shardwright.compiler.codegen.random_functions import RandomFunction
 from shardwright.compiler.codegen.text import WIDTH, wrap
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import ValueKind

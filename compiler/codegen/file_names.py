@@ -10,12 +10,12 @@ from typing import Any
 
 import sympy
 
-from shardwright.compiler.codegen.names import axis_variables
-from shardwright.compiler.codegen.random_functions import (
+from shardwright.compiler.codegen.drawing_calls import (
     RandomFunction,
     functions_of,
     random_functions,
 )
+from shardwright.compiler.codegen.names import axis_variables
 from shardwright.compiler.ir.identifier import axis_variable, is_name
 from shardwright.compiler.ir.op import AxisRef
 from shardwright.compiler.ir.quote import quoted

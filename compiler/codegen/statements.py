@@ -14,13 +14,13 @@ from pathlib import PurePath
 from typing import Any
 
 from shardwright.compiler.codegen.comments import describe
+from shardwright.compiler.codegen.drawing_calls import drawing_source, drawn_by, without_draw
 from shardwright.compiler.codegen.file_names import FileNames
 from shardwright.compiler.codegen.literals import named, source, tuple_text
 from shardwright.compiler.codegen.local_sizes import renamed, size_names, sizes_in, spelled
 from shardwright.compiler.codegen.names import (
     Scope,
 )
-from shardwright.compiler.codegen.random_functions import drawing_source, drawn_by, without_draw
 from shardwright.compiler.codegen.text import (
     Line,
     names_read,

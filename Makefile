@@ -1,7 +1,7 @@
 # Everything a contributor runs. Each target makes the virtual environment first when it is missing or out of date.
 #
 #   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
-#   make test      the checks (lint) and the default tests, about six minutes on two cores
+#   make test      the checks (lint) and the default tests, about four minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
 #   make gpu       everything that one GPU can show; without one the CPU stands in
 #   make docs      the guides and the reference: build/reference/index.html

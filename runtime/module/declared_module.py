@@ -34,7 +34,7 @@ from shardwright.runtime.module.extra_state import check_holds_wholes
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
 from shardwright.runtime.ops.random import Draw
-from shardwright.runtime.ops.random_functions import RandomFunctions
+from shardwright.runtime.ops.random_functions import RandomFunctions, add_function
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import World
@@ -163,9 +163,8 @@ class DeclaredModule(CompiledModule):
         Raises :class:`LoadError` as that does.
         """
         name = name or path.replace(".", "_")
-        self.random.add(
-            path, function, Draw(self.rng, name) if layout else self.rng.draw(name, *axes), layout
-        )
+        draw = Draw(self.rng, name) if layout else self.rng.draw(name, *axes)
+        add_function(self.random, path, function, draw, layout)
 
     def _declare(self, declaration: Declaration) -> None:
         assert declaration.name not in self._declarations, f"{declaration.name} is declared twice"

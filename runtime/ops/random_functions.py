@@ -21,7 +21,7 @@ from shardwright.runtime.ops.random import NO_SIZES, Draw, NamedSizes
 
 class RandomFunctions:
     """A level of names, with functions and further levels as attributes and by index. It is called
-    if it is a function itself.
+    if it is a function itself. It has no methods, whose names a model's would hide.
     """
 
     def __init__(self) -> None:
@@ -29,22 +29,6 @@ class RandomFunctions:
         self._function: Callable[..., Any] | None = None
         self._draw: Draw | None = None
         self._layout: str | None = None
-
-    def add(
-        self, path: str, function: Callable[..., Any], draw: Draw, layout: str | None = None
-    ) -> None:
-        """Add a function below this level. ``layout``: that of the whole tensor that is drawn; its
-        sizes may have names, of which each call gives the values.
-        """
-        level = self
-        for name in path.split("."):
-            below = level._below.setdefault(name, RandomFunctions())
-            # An underscore begins what a level needs itself: such names are read by index alone.
-            if not name.startswith("_"):
-                level.__dict__[name] = below
-            level = below
-        assert level._function is None, f"{path} is declared twice"
-        level._function, level._draw, level._layout = function, draw, layout
 
     def __bool__(self) -> bool:
         """Whether there is any function."""
@@ -64,3 +48,24 @@ class RandomFunctions:
         if self._layout is not None:
             draw = draw.rng.draw(draw.name, layout=self._layout, sizes=sizes)
         return self._function(*args, draw=draw, **keywords)
+
+
+def add_function(
+    root: RandomFunctions,
+    path: str,
+    function: Callable[..., Any],
+    draw: Draw,
+    layout: str | None = None,
+) -> None:
+    """Add a function below a level. ``layout``: that of the whole tensor that is drawn; its sizes
+    may have names, of which each call gives the values.
+    """
+    level = root
+    for name in path.split("."):
+        below = level._below.setdefault(name, RandomFunctions())
+        # An underscore begins what a level needs itself: such names are read by index alone.
+        if not name.startswith("_"):
+            level.__dict__[name] = below
+        level = below
+    assert level._function is None, f"{path} is declared twice"
+    level._function, level._draw, level._layout = function, draw, layout

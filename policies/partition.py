@@ -33,6 +33,7 @@ from shardwright.policies.autodist.candidates.results import CutRequest, Lowered
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
+from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.stage_places import num_places
 from shardwright.runtime.config import ComputeConfig
@@ -99,10 +100,11 @@ def cutter_of(
     num_microbatches: int,
     memory_bytes: float = float("inf"),
     waits: Waits | None = None,
+    chains: ModelChains | None = None,
 ) -> Cutter:
     """The search's own cutter for schedules of so many microbatches. It keeps what the schedules of
     one program have in common. ``memory_bytes``: what its bounds heed; its cuts heed none.
-    ``waits``: what is known of schedules, shared with other cutters.
+    ``waits``: what is known of schedules, ``chains``: of the graph; shared with other cutters.
     """
     space = SearchSpace(
         meshes={},
@@ -112,7 +114,7 @@ def cutter_of(
         tolerance=CLEARLY,
         block_share=FINELY,
     )
-    return Cutter(graph, space, waits)
+    return Cutter(graph, space, waits, chains)
 
 
 def cut(

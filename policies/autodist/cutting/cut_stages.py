@@ -8,7 +8,6 @@ s. The finer cut is only taken where it makes the step shorter by more than ``to
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from shardwright.policies.autodist.candidates.titles import (
     stages_title,
 )
 from shardwright.policies.autodist.cutting.join_stages import joined
+from shardwright.policies.autodist.cutting.model_chains import Chain, ModelChains
 from shardwright.policies.autodist.cutting.move_starts import (
     Evenness,
     even_positions,
@@ -38,16 +38,9 @@ from shardwright.policies.autodist.cutting.move_starts import (
 )
 from shardwright.policies.autodist.cutting.predicting import Prediction
 from shardwright.policies.autodist.stages.action_chains import Chains
-from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_costs, operator_times
+from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_costs
 from shardwright.policies.autodist.stages.boundaries import Messages, RanksOf
-from shardwright.policies.autodist.stages.chain import (
-    Part,
-    block_starts,
-    layer_blocks,
-    layer_parts,
-    layer_pattern,
-    nested_starts,
-)
+from shardwright.policies.autodist.stages.chain import Part, layer_pattern
 from shardwright.policies.autodist.stages.scheduled import Game, Known, ScheduledBound
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import (
@@ -61,9 +54,6 @@ from shardwright.policies.autodist.stages.split_chain import (
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 from shardwright.policies.autodist.stages.stage_minima import Least
 from shardwright.policies.autodist.stages.walk import Walk
-
-Chain = tuple[list[int], Mapping[int, str]]
-"""Where blocks begin, and the module paths of those that are layers that may be computed again."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +98,19 @@ class Cutter:
     """Cuts cut requests on one graph into stages."""
 
     def __init__(
-        self, graph: PlannableGraph, space: SearchSpace, waits: Waits | None = None
+        self,
+        graph: PlannableGraph,
+        space: SearchSpace,
+        waits: Waits | None = None,
+        chains: ModelChains | None = None,
     ) -> None:
         self.graph, self.space = graph, space
+        self.chains = chains or ModelChains(graph)
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], BlockCosts] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
+        self._inputs: dict[tuple[Walk, tuple[int, ...]], list[float]] = {}
         self.waits: Waits = {} if waits is None else waits
-
-    @functools.cached_property
-    def _by_layer(self) -> tuple[list[int], dict[int, str]]:
-        return layer_blocks(self.graph)
-
-    @functools.cached_property
-    def _nested(self) -> list[list[int]]:
-        return nested_starts(self.graph)
-
-    @functools.cached_property
-    def _layer_parts(self) -> Mapping[int, Sequence[Part]]:
-        return layer_parts(self.graph, *self._by_layer)
 
     def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | NoFit | NoGain:
         """The best stages for the schedule of a cut request that take no more than
@@ -238,7 +222,7 @@ class Cutter:
             for number, (lowered, placement) in enumerate(
                 zip(cut_request.placements, placed_blocks, strict=True)
             ):
-                inputs_s = _inputs_s(lowered.walk, starts)
+                inputs_s = self._inputs_of(lowered.walk, starts)
                 stage_costs = StageCosts(placement, count, False)
                 relief_s = messages.relief_by_side_s(number)
                 # Stages that differ may lie anywhere, so that what a message takes is not known.
@@ -325,6 +309,13 @@ class Cutter:
             del self._messages[next(iter(self._messages))]
         return known if len(walks) > 1 else known.where(ranks_of)
 
+    def _inputs_of(self, walk: Walk, starts: Sequence[int]) -> list[float]:
+        """The least seconds of inputs' gradients by block; all schedules share them."""
+        key = walk, tuple(starts)
+        if key not in self._inputs:
+            self._inputs[key] = _inputs_s(walk, starts)
+        return self._inputs[key]
+
     def _num_devices(self, cut_request: CutRequest) -> int:
         """The devices of all stages. Several stages on one position count each for itself."""
         first = cut_request.placements[0].walk
@@ -350,24 +341,18 @@ class Cutter:
         if self.space.stage_starts is not None:
             position = {op.name: index for index, op in enumerate(self.graph.ops)}
             return [([0, *(position[name] for name in self.space.stage_starts)], {})]
-        by_layer, layers = self._by_layer
+        by_layer, layers = self.chains.by_layer
         found: list[Chain] = []
         # Nothing is computed again: blocks may be cut anywhere.
         is_free = not self.space.recompute  # no module is named that must not be cut
         if len(by_layer) >= num_stages and (layers or (is_free and len(by_layer) > 1)):
             found.append((by_layer, layers))
         if is_free:
-            found += [(starts, {}) for starts in self._nested if len(starts) >= num_stages]
+            found += [(starts, {}) for starts in self.chains.nested if len(starts) >= num_stages]
             # Cutting finely depends on the operators' times, so it is done once for each placement.
             if (walk, num_stages) not in self._fine:
-                times = operator_times(walk)
-                starts = block_starts(
-                    self.graph,
-                    [times[op.name] for op in self.graph.ops],
-                    num_stages,
-                    self.space.block_share,
-                )
-                self._fine[walk, num_stages] = starts
+                share = self.space.block_share
+                self._fine[walk, num_stages] = self.chains.fine(walk, num_stages, share)
             found.append((self._fine[walk, num_stages], {}))
         return found
 
@@ -381,7 +366,7 @@ class Cutter:
         # Costs of blocks are asked for again and again, for other schedules on the same cut.
         key = walk, tuple(starts), bool(layers)
         if key not in self._costs:
-            parts = self._layer_parts if layers else {}
+            parts = self.chains.layer_parts if layers else {}
             self._costs[key] = block_costs(walk, starts, parts, None if named is None else is_named)
         return self._costs[key]
 

@@ -46,6 +46,7 @@ from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
+from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.search.simple_rules import (
     Rules,
@@ -54,7 +55,7 @@ from shardwright.policies.autodist.search.simple_rules import (
 from shardwright.policies.autodist.search.simple_times import SimpleTimes
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.partition import cut as cut_into_stages
-from shardwright.policies.partition import cut_request_of, cutter_of, with_regions
+from shardwright.policies.partition import cut_request_of, cutter_of
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -119,7 +120,7 @@ def simple_plans(
     fewest = num_positions * min((each.chunks for each in named_schedules), default=1)
     # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
     recomputed = [
-        (again, patterns, with_regions(rules.needed, patterns))
+        (again, patterns, rules.recomputing(patterns))
         for again, patterns in _recomputed(mesh, space, rules).items()
     ]
     for way in rules.ways(mesh):
@@ -137,14 +138,14 @@ def simple_plans(
             unmarked = Walk(lower(rules.needed, plan), setting)
         except PlanError:  # a rule for other models: its layouts do not follow from one another
             continue
-        for again, recompute, marked in recomputed:
-            walk = unmarked.recomputing(marked, recompute) if recompute else unmarked
+        for again, recompute, chains in recomputed:
+            walk = unmarked.recomputing(chains.graph, recompute) if recompute else unmarked
             times = SimpleTimes(walk)
             if _even_s(times.least_s(fewest), num_positions, setting) >= below_s:
                 continue
             # Where stages begin, for every schedule.
             on = partial(
-                _simple_plans, marked, walk, times, again, way.whose, num_positions, pp_place,
+                _simple_plans, chains, walk, times, again, way.whose, num_positions, pp_place,
                 space, below_s, most_bytes, waits,
             )  # fmt: skip
             if later is None:
@@ -193,7 +194,7 @@ def _by_even_bytes(
 
 
 def _simple_plans(
-    marked: PlannableGraph,
+    chains: ModelChains,
     walk: Walk,
     times: SimpleTimes,
     again: str,
@@ -215,8 +216,8 @@ def _simple_plans(
     ]
     # What blocks cost is the same for all.
     memory_bytes = most_bytes / SIMPLE_SLACK
-    cutter = cutter_of(marked, space.num_microbatches, memory_bytes, waits)
-    for cut in _cuts(marked, walk, promising, num_positions, pp_place, space, cutter, below_s):
+    cutter = cutter_of(chains.graph, space.num_microbatches, memory_bytes, waits, chains)
+    for cut in _cuts(walk, promising, num_positions, pp_place, space, cutter, below_s):
         if cut.busiest_s(times, setting) >= below_s:
             continue
         least_s, in_flight, cut_plan = space.num_microbatches * times.least_s(1), [1], plan
@@ -277,7 +278,6 @@ class _Cut:
 
 
 def _cuts(
-    graph: PlannableGraph,
     walk: Walk,
     named_schedules: Sequence[NamedSchedule],
     num_positions: int,
@@ -289,6 +289,7 @@ def _cuts(
     """The stages of each schedule, but for those that have more than there are places to cut, or no
     cut of which fits and takes less than ``below_s``.
     """
+    graph = cutter.graph
     for named_schedule in named_schedules:
         if not named_schedule.name:
             yield _Cut(named_schedule, [0], [], [range(len(graph.ops))])

@@ -24,10 +24,12 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.axis_roles import renamed
 from shardwright.policies.autodist.candidates.mesh_requests import around_attention, every_layer
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
+from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chooser
 from shardwright.policies.context_axes import ContextAxis, split_context, turns_of_axes
+from shardwright.policies.partition import with_regions
 from shardwright.policies.sequences import Positions, sequence_classes
 from shardwright.policies.splits import InsideExperts, split_by_rule, split_dims
 from shardwright.policies.tensor import gathers_in_mode, split_in_mode
@@ -80,11 +82,18 @@ class Rules:
         self._plans_along: dict[tuple[str, int], Plan] = {}
         self._splits_along: dict[tuple[str, int], dict[str, Strategy]] = {}
         self._mode_plans: dict[tuple[Mode, tuple[int, ...]], Plan] = {}
+        self._recomputing: dict[tuple[str, ...], ModelChains] = {}
 
     @cached_property
     def needed(self) -> PlannableGraph:
         """The graph of what programs compute."""
         return PlannableGraph.of(needed(self.graph, self._config))
+
+    def recomputing(self, patterns: tuple[str, ...]) -> ModelChains:
+        """The chains of that graph with the modules that match patterns computed again."""
+        if patterns not in self._recomputing:
+            self._recomputing[patterns] = ModelChains(with_regions(self.needed, patterns))
+        return self._recomputing[patterns]
 
     @cached_property
     def every_layer(self) -> tuple[str, ...]:
@@ -208,8 +217,8 @@ class Rules:
         builder = self.graph.builder(mesh=mesh)
         for axis, size in mesh.axes:
             if axis != along and rule is not None:
-                positions = Positions() if rule == WITH_POSITIONS else None
-                split_dims(builder, axis, set(self._dims(rule, size).classes), positions=positions)
+                alone = self._plan_along(rule, size)
+                builder.strategies(axis, {op: own[AXIS] for op, own in alone.strategies.items()})
         split_context(builder, [ContextAxis(along, mesh.axis_size(along), mode)], {})
         return builder.plan("autodist")
 
@@ -237,7 +246,8 @@ class Rules:
         if (rule, size) not in self._plans_along:
             builder = self.graph.builder(mesh={AXIS: size})
             dims = self._dims(rule, size)
-            split_dims(builder, AXIS, set(dims.classes), dims.inside)
+            positions = Positions() if rule == WITH_POSITIONS else None
+            split_dims(builder, AXIS, set(dims.classes), dims.inside, positions)
             self._plans_along[rule, size] = builder.plan("autodist")
         return self._plans_along[rule, size]
 

@@ -35,15 +35,20 @@ it.
 
 
 def block_starts(
-    graph: IRGraph, times: Sequence[float], num_stages: int, share: float = SHARE
+    graph: IRGraph,
+    times: Sequence[float],
+    num_stages: int,
+    share: float = SHARE,
+    traffic: Sequence[float] | None = None,
 ) -> list[int]:
     """Positions in ``graph.ops`` at which blocks begin; the first is 0.
 
     ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be
     dealt into. ``share``: of a stage of average length, the most that a block takes where places
-    allow it.
+    allow it. ``traffic``: what crosses each place, where that is known.
     """
-    traffic = cut_traffic(graph, from_nothing(graph))
+    if traffic is None:
+        traffic = cut_traffic(graph, from_nothing(graph))
     places = sorted(
         (i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])),
         key=lambda i: (traffic[i], i),

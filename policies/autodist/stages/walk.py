@@ -80,6 +80,18 @@ class Held:
     declaration: Declaration | None = None
 
 
+ALIKE = (
+    "by_place",
+    "times",
+    "forward_s",
+    "backward_s",
+    "parameters",
+    "layouts",
+    "kept",
+)
+"""What of a walk does not depend on what is computed again."""
+
+
 class Walk:
     """A program and its setting, with what is read off them once."""
 
@@ -103,7 +115,7 @@ class Walk:
         plan = replace(self.program.plan, recompute=recompute)
         found = Walk(replace(self.program, graph=graph, plan=plan), self.setting)
         # Worked out once for all that is computed again: most of what a walk takes.
-        found.__dict__.update(by_place=self.by_place, times=self.times, parameters=self.parameters)
+        found.__dict__.update({name: getattr(self, name) for name in ALIKE})
         return found
 
     @cached_property

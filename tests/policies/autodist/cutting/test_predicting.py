@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +23,9 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting import predicting
+from shardwright.policies.autodist.cutting import cut_stages, model_chains, predicting
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
+from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.search.auditing import Auditor
@@ -196,3 +199,38 @@ def test_cuts_that_are_not_simulated_are_no_better(
         counts.append(simulated[0] - sum(counts))
         monkeypatch.setattr(predicting.Prediction, "_busiest_s", lambda self, times: 0.0)
     assert found[0] == found[1] and counts[0] < counts[1]
+
+
+def test_what_schedules_share_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds are those of cutters that share nothing: neither what a placement's blocks need for
+    the gradients of inputs, nor what crosses the places of a graph.
+    """
+    cut_request, _ = cut_request_for("gpt2", "2", 1e6, 2)
+    graph, space = zoo_graph("gpt2"), SearchSpace(meshes={}, num_microbatches=COUNT)
+    requests = [replace(cut_request, named_schedule=each) for each in (ONE_F_ONE_B, ZERO_BUBBLE)]
+
+    def bound_s(cutter: Cutter, request: CutRequest) -> float:
+        bound = cutter.scheduled_bound(request)
+        bound.play(float("inf"), 8)
+        return bound.bound_s
+
+    apart = [bound_s(Cutter(graph, space), request) for request in requests]
+    asked: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            asked[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(cut_stages, "_inputs_s", counted("inputs", cut_stages._inputs_s))
+    monkeypatch.setattr(model_chains, "cut_traffic", counted("traffic", model_chains.cut_traffic))
+    chains = ModelChains(graph)
+    cutter = Cutter(graph, space, chains=chains)
+    assert [bound_s(cutter, request) for request in requests] == pytest.approx(apart)
+    fewest = asked["inputs"]
+    other = Cutter(graph, space, cutter.waits, chains)
+    bound_s(other, requests[0])
+    # By layer and finely, for both schedules; once more for a cutter of its own.
+    assert fewest <= 3 and asked == {"inputs": 2 * fewest, "traffic": 1}

@@ -18,7 +18,7 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     PlacedMesh,
     PlacedModel,
 )
-from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
 from shardwright.policies.autodist.candidates.results import (
     Candidate,
     CutRequest,
@@ -263,14 +263,34 @@ class SimplePolicies:
         return ZigzagBounds(self._rules.counted)
 
     def _in_zigzag(self, wheres: Sequence[PipelineMesh]) -> list[PipelineMesh]:
-        """Meshes of a search with an axis that deals in zigzag: these it does not place itself."""
+        """Meshes of a search with an axis that deals in zigzag: these it does not place itself. Of
+        two that differ in the order of axes alone, where that makes no difference, one.
+        """
         if not self.space.zigzag:
             return []
-        return [
-            where._replace(mesh=mesh)
+        found = {
+            where._replace(mesh=mesh): None
             for where in wheres
             for mesh in self._rules.zigzag_meshes(where.mesh)
-        ]
+        }
+        return [where for where in found if self._twin(where) not in found]
+
+    def _twin(self, where: PipelineMesh) -> PipelineMesh | None:
+        """The mesh whose first axis deals in zigzag in the place of the second, and has its ranks,
+        where all ranks of a position lie in one node. It has the same plans, and further ones.
+
+        Example: of ``x=2 x y=4 zigzag`` on eight ranks of a node, ``x=4 zigzag x y=2``.
+        """
+        number, mesh, pp_place = where
+        if len(mesh.axes) < 2 or pp_place or mesh.turns[0][0] != mesh.names[1]:
+            return None
+        node = self.state.hardware.tiers[0].sizes[0]
+        lie = ({rank // node for rank in ranks} for ranks in position_ranks(mesh, number, pp_place))
+        if not set(mesh.names) <= set(AXIS_NAMES) or any(len(nodes) > 1 for nodes in lie):
+            return None
+        (outer, outer_size), (inner, inner_size) = mesh.axes
+        turns = ((outer, mesh.turns[0][1]),)
+        return where._replace(mesh=Mesh(((outer, inner_size), (inner, outer_size)), turns))
 
     def _bounded(self, candidate: Candidate, known: Mapping[PipelineMesh, PlacedMesh]) -> Candidate:
         """A candidate of theirs that was there before its mesh was placed, with the bound that is

@@ -19,6 +19,7 @@ import pytest
 from covers import spread
 from planning import slow_machine
 
+from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.passes.dim_names import EXPERTS
@@ -476,6 +477,48 @@ def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     around = ("input_layernorm", "post_attention_layernorm", "mlp")
     modules = tuple(f"model.layers.*.{name}" for name in around)
     assert again == [(), modules, ("model.layers.*",)][: 1 if memory_bytes == float("inf") else 3]
+
+
+@pytest.mark.parametrize("num_positions", [1, 2])
+def test_of_meshes_in_zigzag_that_differ_in_the_order_of_axes_one_is_compared(
+    num_positions: int,
+) -> None:
+    """Inside a node, where all plans of the one are plans of the other, and take as long. With a
+    third of the ranks in another node, both are compared.
+    """
+    graph, hardware = plans.zoo_graph("llama"), slow_machine(4 * num_positions)
+    config = ComputeConfig(
+        plan_ngpus=4 * num_positions, runtime_ngpus=4 * num_positions, use_end2end=True,
+        outputs="loss",
+    )  # fmt: skip
+    space = SearchSpace(
+        meshes={4: meshes(4)}, num_microbatches=4, num_positions=num_positions, simple=True
+    )
+    wheres = [PipelineMesh(num_positions, mesh, 0) for mesh in meshes(4)]
+
+    def in_zigzag(machine: Hardware) -> list[Mesh]:
+        search = Search(graph, config, machine, space, poor)
+        return [where.mesh for where in search.simple_policies._in_zigzag(wheres)]
+
+    first, second = (Mesh((("x", 2), ("y", 2)), ((axis, 1),)) for axis in "xy")
+    alone = Mesh((("x", 4),), (("x", 1),))
+    assert in_zigzag(hardware) == [alone, first]
+    pairs = replace(hardware.tiers[0], sizes=(2,) * (2 * num_positions))
+    apart = replace(hardware, tiers=(pairs, *hardware.tiers))
+    assert in_zigzag(apart) == [alone, first, second]
+    # On the second all take as long as one of the first.
+    audited = Auditor(graph, config, hardware, 4)
+    ranks = position_ranks(first, num_positions)[0]
+    setting = Setting(hardware, config, ranks, num_microbatches=4)
+    named = [NamedSchedule("1f1b" if num_positions > 1 else "", 1)]
+    of_first, of_second = (
+        {
+            round(audited(simple.plan).step_s, 9)
+            for simple in simple_plans(graph, mesh, named, num_positions, 0, space, setting)
+        }
+        for mesh in (first, second)
+    )
+    assert of_second and of_first >= of_second
 
 
 @pytest.mark.parametrize("much", [False, True])

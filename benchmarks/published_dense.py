@@ -18,6 +18,7 @@ and all products in bfloat16. A plan says its samples and microbatches,
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -135,10 +136,11 @@ def main() -> None:
     parser.add_argument("--table", nargs="*", type=Path, metavar="CSV", help="other tables")
     parser.add_argument("--study", default="", help="only studies whose name has this text")
     parser.add_argument("--most", type=int, help="rows, evenly over those asked for")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
+    parser.add_argument("--limit", type=float, default=120.0, help="CPU seconds for each search")
     parser.add_argument("--free", action="store_true", help="units and batches are searched, too")
     parser.add_argument("--most-ranks", type=int, default=64, help="of a unit, with --free")
     arguments = parser.parse_args()
+    time.monotonic = time.process_time  # the time that limits are of
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
     tables = arguments.table or sorted(TABLES.glob("*.csv"))

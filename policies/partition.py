@@ -32,7 +32,8 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
+from shardwright.policies.autodist.cutting.cut_bounds import Waits
+from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.stage_places import num_places

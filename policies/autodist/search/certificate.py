@@ -118,7 +118,7 @@ def raise_bounds(state: SearchState) -> None:
                 cut_request.named_schedule,
             )
             if key not in known:
-                known[key] = state.cutter.scheduled_bound(cut_request)
+                known[key] = state.cutter.bounds.scheduled_bound(cut_request)
             scheduled.append(known[key])
         least = min(scheduled, key=lambda bound: bound.bound_s)
         if least.bound_s <= raising.bound_s:

@@ -147,7 +147,7 @@ class MixedStages:
         sizes = sorted({*further, *(placed_mesh.mesh.size for placed_mesh in unused)})
         # Even perfect placements on these sizes would not help: spare the time.
         if placements and not any(
-            self.cutter.could_help(replace(cut_request, placements=placements), sizes)
+            self.cutter.bounds.could_help(replace(cut_request, placements=placements), sizes)
             for cut_request in cut_requests
         ):
             return

@@ -45,7 +45,8 @@ from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position
 from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting.cut_stages import Cutter, Waits
+from shardwright.policies.autodist.cutting.cut_bounds import Waits
+from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.search.simple_rules import (
@@ -311,12 +312,12 @@ def _is_beaten(cutter: Cutter, cut_request: CutRequest, below_s: float) -> bool:
     """
     if below_s == float("inf"):
         return False  # any plan is of interest
-    if not cutter.may_fit(cut_request):
+    if not cutter.bounds.may_fit(cut_request):
         return True
     sharing = cut_request.placements[0].walk.setting.hardware.device.sharing
     # Bounds are of ranks that all compute; a rank with a core for itself is faster.
     fastest = 1.0 if sharing is None else sharing.speed(1)
-    bound, enough_s = cutter.scheduled_bound(cut_request), below_s * fastest
+    bound, enough_s = cutter.bounds.scheduled_bound(cut_request), below_s * fastest
     # One turn for each way to see the model as blocks, and some more.
     for _ in range(TURNS):
         if bound.bound_s >= enough_s * (1 - 1e-9) or bound.is_over:

@@ -355,7 +355,7 @@ class SimplePolicies:
                 self._rules,
                 later,
                 self._most_bytes,
-                self.state.cutter.waits,
+                self.state.cutter.bounds.waits,
             )
             self._listings[where] = _Listing(plans, later)
         listing = self._listings[where]

@@ -23,7 +23,7 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting import cut_stages, model_chains, predicting
+from shardwright.policies.autodist.cutting import model_chains, predicting, request_blocks
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.placement.place import place
@@ -144,7 +144,7 @@ def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
         limited = Cutter(
             graph, SearchSpace(meshes={}, num_microbatches=COUNT, memory_bytes=cost.peak_bytes)
         )
-        bound = limited.scheduled_bound(cut_request)
+        bound = limited.bounds.scheduled_bound(cut_request)
         while not bound.is_over:
             bound.play(float("inf"))
         bounds.append(bound.bound_s)
@@ -210,7 +210,7 @@ def test_what_schedules_share_is_worked_out_once(monkeypatch: pytest.MonkeyPatch
     requests = [replace(cut_request, named_schedule=each) for each in (ONE_F_ONE_B, ZERO_BUBBLE)]
 
     def bound_s(cutter: Cutter, request: CutRequest) -> float:
-        bound = cutter.scheduled_bound(request)
+        bound = cutter.bounds.scheduled_bound(request)
         bound.play(float("inf"), 8)
         return bound.bound_s
 
@@ -224,13 +224,13 @@ def test_what_schedules_share_is_worked_out_once(monkeypatch: pytest.MonkeyPatch
 
         return call
 
-    monkeypatch.setattr(cut_stages, "_inputs_s", counted("inputs", cut_stages._inputs_s))
+    monkeypatch.setattr(request_blocks, "_inputs_s", counted("inputs", request_blocks._inputs_s))
     monkeypatch.setattr(model_chains, "cut_traffic", counted("traffic", model_chains.cut_traffic))
     chains = ModelChains(graph)
     cutter = Cutter(graph, space, chains=chains)
     assert [bound_s(cutter, request) for request in requests] == pytest.approx(apart)
     fewest = asked["inputs"]
-    other = Cutter(graph, space, cutter.waits, chains)
+    other = Cutter(graph, space, cutter.bounds.waits, chains)
     bound_s(other, requests[0])
     # By layer and finely, for both schedules; once more for a cutter of its own.
     assert fewest <= 3 and asked == {"inputs": 2 * fewest, "traffic": 1}

@@ -41,7 +41,8 @@ from shardwright.policies.autodist.candidates.meshes import divisors, meshes
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting import cut_stages as cutting
+from shardwright.policies.autodist.cutting import cut_stages
+from shardwright.policies.autodist.cutting.cut_bounds import CutBounds
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
@@ -659,7 +660,9 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
             asked.append((self.title, begins, is_late()))
 
     monkeypatch.setattr(
-        cutting.Cutter, "scheduled_bound", lambda self, cut_request: NoBetter(cut_request.title)
+        CutBounds,
+        "scheduled_bound",
+        lambda self, cut_request: NoBetter(cut_request.title),
     )
     found = search(schedules=("1f1b", "zb_h1", "zb_v"), num_positions=2, mixed=False, clock=clock)
     staged = [candidate for candidate in found.tried if candidate.plan.stages]
@@ -678,7 +681,7 @@ def test_a_bound_that_rounding_keeps_below_what_is_enough_is_not_raised_for_ever
             self.bound_s, self.turns = math.nextafter(enough_s, 0.0), self.turns + 1
             assert self.turns == 1
 
-    monkeypatch.setattr(cutting.Cutter, "scheduled_bound", lambda self, cut_request: Nearly())
+    monkeypatch.setattr(CutBounds, "scheduled_bound", lambda self, cut_request: Nearly())
     found = search(schedules=("1f1b", "zb_h1"), num_positions=2, mixed=False)
     assert found.best is not None
     assert found.bound_s == pytest.approx(found.best.step_s, rel=1e-12)
@@ -728,7 +731,7 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
         known.append(split if known else replace(split, bound_s=1e-6))
         return known[-1]
 
-    monkeypatch.setattr(cutting, "split_stages", noted)
+    monkeypatch.setattr(cut_stages, "split_stages", noted)
     # It would raise what is said.
     monkeypatch.setattr(outer_search, "raise_bounds", lambda state: None)
     found = search(num_positions=4, schedules=("1f1b",))

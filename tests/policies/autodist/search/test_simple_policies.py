@@ -38,7 +38,7 @@ from shardwright.policies.autodist.candidates.meshes import divisors, meshes, po
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting.cut_stages import Waits
+from shardwright.policies.autodist.cutting.cut_bounds import Waits
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.search import mesh_search, simple_policies

@@ -19,7 +19,9 @@ from shardwright.compiler.plan.program import Compute, Instruction, Loop, Progra
 KEEPS_STRIDES = frozenset(("grad_all_reduce", "grad_keep_one"))
 """Adapters that hand on the tensor that they get, strides included."""
 
-MAKES_STRIDES = frozenset(("linear", "bmm", "addmm", "embedding", "layer_norm", "contiguous"))
+MAKES_STRIDES = frozenset(
+    ("linear", "bmm", "addmm", "embedding", "layer_norm", "contiguous", "combine")
+)
 """Operators whose results lie in the order of their dims, whatever the strides of their
 operands.
 """

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import expert_models
 import plans
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.program import Compute, Program
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 
@@ -63,3 +66,13 @@ def test_a_gather_between_two_transposes(tmp_path: Path) -> None:
 def test_views_stay_views_where_nothing_is_moved() -> None:
     graph = plans.traced(Turned().double(), INPUTS)
     assert targets(plans.compile_with(graph, "dp", 1).program) == {"rows": "view", "view": "view"}
+
+
+def test_what_experts_make_is_in_order() -> None:
+    """The second of two equal layers has the views of the first, also with gathered weights."""
+    model = expert_models.get(expert_models.BY_HAND)
+    graph = plans.traced(model.build(), model.inputs(batch=4, seq=6))
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, use_zero=3)
+    found = find_policy("dp")
+    program = compile_graph(graph, found.apply, config, policy_name=found.name).program
+    assert set(targets(program).values()) == {"view"}

@@ -194,6 +194,7 @@ class BodyWriter(StatementWriter):
         scope.block = run.container
         for value, wish in zip(run.inputs, _input_names(instances), strict=True):
             scope.define(value, wish)
+            scope.given.add(value.name)
         inputs = [scope.name(value) for value in run.inputs]
         # Comments and headings name modules relative to the block, as it is written once for all
         # layers.

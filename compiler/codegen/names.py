@@ -169,7 +169,7 @@ class Scope:
     """The variables of one method.
 
     ``strip``: a prefix that names lose here. ``block``: the container whose weights are read
-    through the argument ``block``.
+    through the argument ``block``. ``given``: the names of values that are arguments here.
     """
 
     def __init__(self, reserved: set[str]) -> None:
@@ -177,6 +177,7 @@ class Scope:
         self._names: dict[str, str] = {}
         self.strip = ""
         self.block: tuple[str, int] | None = None
+        self.given: set[str] = set()
         self.sizes: dict[
             tuple[LocalSize, str], str
         ] = {}  # the variables of sizes of pieces, by size and wish
@@ -199,6 +200,14 @@ class Scope:
         if not wish.isidentifier() or keyword.iskeyword(wish):
             wish = f"x_{wish}"
         self.bind(value, self.unused(wish))
+
+    def define_adapted(self, value: IRValue, source: IRValue) -> None:
+        """Give a variable for an adapted ``source`` its own name. An argument goes by another name
+        than its value, and so does what is adapted from it.
+        """
+        suffix = value.name.removeprefix(source.name)
+        is_argument = source.name in self.given and suffix != value.name
+        self.define(value, f"{self.name(source)}{suffix}" if is_argument else "")
 
     def size_variable(self, size: LocalSize, wish: str) -> str:
         """The variable that holds the size of a rank's piece of a dim."""

@@ -381,7 +381,7 @@ class StatementWriter(FileNames):
         if instruction.choice is not None and function == "self.gathered":
             words.append(f'then="{instruction.choice}"')
         call = f"{function}({', '.join(words)})"
-        scope.define(instruction.result)
+        scope.define_adapted(instruction.result, instruction.value)
         note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()
         # What is made in training only is moved in training only.

@@ -147,7 +147,7 @@ def group_blocks(program: Program) -> Sequence[Item]:
 
 def _grouped(program: Program) -> tuple[Item, ...]:
     # Stretches of instructions, which of their updates they can do, and until when values are read.
-    found = stretches(program.body)
+    found = _with_own_adapters(program, stretches(program.body))
     updates = _updates_inside(program, found)
     last_read = _last_reads(program, found, updates)
     runs: list[tuple[list[Instruction], Run | None]] = []
@@ -278,6 +278,55 @@ def _copies_of(adapter: Adapt, instructions: Iterable[Instruction]) -> set[str]:
         if isinstance(instruction, Adapt) and instruction.value.name in names:
             names.add(instruction.result.name)
     return names
+
+
+def _with_own_adapters(program: Program, found: list[Stretch]) -> list[Stretch]:
+    """The stretches, with the adapters in front of a layer back in it where all layers like it have
+    the same ones, and nothing else reads what these make. Two branches that read one adapted input
+    are such a case. Then nothing stands between the calls of the layers, and they can be a loop.
+    """
+    last_read = _last_reads(program, found, {})
+    candidates = {
+        position for position in range(1, len(found)) if _is_own(found, position, last_read)
+    }
+    lists = {container[0] for at in candidates if (container := found[at][0][0]) is not None}
+    # The layers of these lists that one method can serve, with and without what is in front.
+    alike: dict[Hashable, list[int]] = {}
+    merged: dict[int, Hashable] = {}
+    for position, ((container, region), instructions) in enumerate(found):
+        if container is None or container[0] not in lists or region is not None:
+            continue
+        run = _run(container, None, instructions, position, last_read, ())
+        alike.setdefault(run.key, []).append(position)
+        if position in candidates:
+            both = [*found[position - 1][1], *instructions]
+            merged[position] = _run(container, None, both, position, last_read, ()).key
+    taken = {
+        position
+        for positions in alike.values()
+        if len(positions) > 1 and len({merged.get(at, at) for at in positions}) == 1
+        for position in positions
+    }
+    joined: list[Stretch] = []
+    for position, (place, instructions) in enumerate(found):
+        if position in taken:
+            joined[-1] = (place, [*joined[-1][1], *instructions])
+        else:
+            joined.append((place, instructions))
+    return joined
+
+
+def _is_own(found: list[Stretch], position: int, last_read: Mapping[str, int]) -> bool:
+    """Whether what stands in front of a stretch is adapters of it, and of nothing else."""
+    (place, front), ((container, region), _) = found[position - 1], found[position]
+    if place != (None, None) or container is None or region is not None:
+        return False
+    return all(
+        isinstance(i, Adapt)
+        and container_of(path_of(i)) == container
+        and last_read.get(i.result.name, -1) <= position
+        for i in front
+    )
 
 
 def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tuple[Update, ...]]:

@@ -179,6 +179,38 @@ def test_layers_are_a_loop_where_nothing_of_each_leaves(
     ] == loops
 
 
+class TwoBranches(nn.Module):
+    """Two branches that read one input, as attention and feed-forward of GPT-NeoX do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(6, 8) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(8, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.norms, self.ups, self.downs, strict=True)
+        left, right = (down(F.relu(up(norm(x)))) for norm, up, down in parts)
+        return left + right + x
+
+
+def test_what_every_layer_adapts_is_adapted_in_the_method(tmp_path: Path) -> None:
+    """The two branches share an adapter, which would part the calls of a loop."""
+
+    def policy(graph, config):
+        builder = graph.builder(mesh={"tp": 2}).split("ups_dim", "tp")
+        for op in graph.ops:
+            if op.target == "layer_norm":
+                builder.strategy(op, "tp", "G")
+        return builder.build()
+
+    model = seeded(lambda: Stack(*(TwoBranches() for _ in range(3))))
+    compiled, _ = plans.check_policy(model, X, policy, 2, tmp_path)
+    forward = body_of(compiled, "forward")
+    assert "for layer in range(3):" in forward and "_tp_in" not in forward
+    assert "x_tp_in = grad_all_reduce(x, tp)" in body_of(compiled, "layers_block")
+
+
 def test_two_kinds_of_layers_are_two_methods(tmp_path: Path) -> None:
     model = seeded(lambda: Stack(Layer(), Layer(10), Layer(), Layer(10)))
     compiled, _ = plans.check_policy(model, X, "tp", 2, tmp_path)

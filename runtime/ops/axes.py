@@ -24,7 +24,10 @@ Axes = tuple[AxisGroup, ...]
 
 def communicating(axes: Axes) -> Axes:
     """The axes that have several ranks."""
-    return tuple(axis for axis in axes if axis.size > 1)
+    for axis in axes:
+        if axis.communicator.size == 1:
+            return tuple(axis for axis in axes if axis.size > 1)
+    return axes
 
 
 Length = int | tuple[int, ...]

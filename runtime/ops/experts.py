@@ -48,11 +48,13 @@ from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, c
 from shardwright.runtime.ops.token_messages import (
     CHOSEN,
     Move,
-    Tokens,
+    Picked,
+    TokenMessage,
+    leg_of,
     moved,
     moving,
-    rows_flight,
-    send_tokens,
+    summed,
+    sums_flight,
 )
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import Run
@@ -179,7 +181,7 @@ def _added(rows: Tensor, routing: Routing) -> Tensor:
     """The sums of rows that no other rank has."""
     num_tokens, top_k = routing.num_tokens, routing.top_k
     if routing.choice is None:
-        return _summed(rows, routing.token, num_tokens)
+        return summed(rows, routing.token, num_tokens)
     # All rows of a token are here: they are summed in the order in which it chose their experts.
     # The sum over one dim of [tokens, top_k, hidden]: added in the same order on every device and
     # under every plan, which index_add does not promise.
@@ -226,11 +228,6 @@ def _ends(keys: Tensor, bounds: Tensor) -> Tensor:
     return torch.searchsorted(keys, bounds, out_int32=True)
 
 
-def _summed(rows: Tensor, place: Tensor, count: int) -> Tensor:
-    """Rows added up by their places."""
-    return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, place, rows)
-
-
 # ------------------------------------------------------------------------------------------------
 # rows from and to other ranks
 
@@ -250,33 +247,42 @@ def _exchanged(
     """
     device, top_k = x.device, chosen.shape[1]
     places = exchange_places(expert_axes, exchange, token_dims, num_experts, device)
-    tokens, legs = Tokens(x, places.own, chosen, weights), list[Leg]()
+    real: tuple[Tensor, ...] = (x,) if weights is None else (x, weights)
+    number, experts, legs = places.own, chosen, list[Leg]()
     last = len(exchange) - 1
     for index in range(last):
-        tokens, leg, _ = send_tokens(tokens, exchange[index], places.receivers[index], moved)()
+        leg, _ = leg_of(experts, exchange[index], places.receivers[index])
+        message = TokenMessage(leg, number, experts)
+        real = tuple(moved(message.flight, real)())
+        number, experts = message.taken()
         legs.append(leg)
-    come = send_tokens(tokens, exchange[last], places.receivers[last], move)
+    leg, num_rows = leg_of(experts, exchange[last], places.receivers[last])
+
+    def pick(number: Tensor, experts: Tensor) -> Picked:
+        """The rows by expert, then by token: the same order as on one device."""
+        key = places.keys.index_select(0, experts.reshape(-1)).view(experts.shape).add_(number)
+        # Choices of experts of other ranks, which came with their tokens, are sorted behind.
+        key, choice = key.view(-1).sort(stable=True)
+        key, choice = key[:num_rows], choice[:num_rows]
+        position = choice.div(max(1, top_k), rounding_mode="floor")
+        token = number.squeeze(1).index_select(0, position)
+        return Picked(position, choice, token, _ends(key, places.bounds))
+
+    message = TokenMessage(leg, number, experts, pick)
+    come = move(message.flight, real)
 
     def finish() -> tuple[Tensor, Tensor | None, Routing]:
-        arrived, leg, num_rows = come()
-        number, experts = arrived.number, arrived.experts
-        # By expert, then by token: the same order as on one device. Choices of experts of other
-        # ranks, which came with their tokens, are sorted behind.
-        key = places.keys[experts].add_(number).view(-1)
-        key, order = key.sort(stable=True)
-        key, order = key[:num_rows], order[:num_rows]
-        position = order.div(max(1, top_k), rounding_mode="floor")
-        gains = None
-        if arrived.weights is not None:
-            gains = arrived.weights.reshape(-1).index_select(0, order)
+        rows, *gains = come()
+        picked = message.picked
+        assert picked is not None
         routing = Routing(
-            number.squeeze(1).index_select(0, position),
-            _ends(key, places.bounds),
+            picked.token,
+            picked.ends,
             places.num_tokens,
             top_k,
-            arrivals=Arrivals(exchange, token_dims, position, [*legs, leg]),
+            arrivals=Arrivals(exchange, token_dims, picked.position, [*legs, leg]),
         )
-        return arrived.x.index_select(0, position), gains, routing
+        return rows, gains[0] if gains else None, routing
 
     return finish
 
@@ -293,13 +299,13 @@ def _returned(
         arrivals = _departures(routing, exchange, token_dims)
     # Summed before they are sent: one row goes back for each token that came, whatever number of
     # experts it had here.
-    made = _summed(rows, arrivals.position, sum(arrivals.legs[-1].received))
+    position: Tensor | None = arrivals.position
     home, *legs = arrivals.legs
     for leg in reversed(legs):
-        (back,) = moved(rows_flight(leg.axis, leg.received, leg.sent), [made])()
-        made = _summed(back, leg.tokens, leg.num_tokens)
-    come = move(rows_flight(home.axis, home.received, home.sent), [made])
-    return lambda: _summed(come()[0], home.tokens, home.num_tokens)
+        (rows,) = moved(sums_flight(leg, position), [rows])()
+        position = None
+    come = move(sums_flight(home, position), [rows])
+    return lambda: come()[0]
 
 
 def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arrivals:

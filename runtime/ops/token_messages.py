@@ -13,9 +13,10 @@ has on a rank, and what arrives is read where it lies. On the way back a row has
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,19 +28,6 @@ from shardwright.runtime.ops.routing import Leg
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.second_derivatives import differentiable_once
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens on their way to experts, on one rank: ``x [tokens, hidden]``, ``number [tokens, 1]``,
-    ``experts [tokens, top_k]``, ``weights [tokens, top_k]``.
-    """
-
-    x: Tensor
-    number: Tensor
-    experts: Tensor
-    weights: Tensor | None = None
-
 
 CHOSEN = "a chosen expert"
 """What is refused if there is no such expert."""
@@ -56,147 +44,220 @@ Move = Callable[[Callable[[Begin], Flight], Sequence[Tensor]], Callable[[], Sequ
 """What moves tensors, and returns what waits for them: :func:`moved` or :func:`moving`."""
 
 
-def send_tokens(
-    tokens: Tokens, axis: AxisGroup, receivers: Tensor, move: Move
-) -> Callable[[], tuple[Tokens, Leg, int]]:
-    """Send each token once to every rank of ``axis`` that has an expert for it. Collective.
-
-    ``receivers [experts]``: the rank of every expert along the axis, or ``axis.size`` for those
-    that are not to be reached from here. What is returned waits for the tokens that come, and
-    returns them, how they came, and how many of their choices are of experts that were to be
-    reached.
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The rows that are made of tokens: row ``i`` of token ``position[i]``, for the choice
+    ``choice[i]`` of all ``tokens * top_k``. ``token``, ``ends``: see :class:`Routing`.
     """
-    num_tokens, device = tokens.x.shape[0], tokens.x.device
-    receiver = looked_up(receivers, tokens.experts.reshape(-1), CHOSEN)  # [tokens * top_k]
+
+    position: Tensor
+    choice: Tensor
+    token: Tensor
+    ends: Tensor
+
+
+Pick = Callable[[Tensor, Tensor], Picked]
+"""What tells the rows that tokens are made into, from their numbers and their experts."""
+
+
+def leg_of(experts: Tensor, axis: AxisGroup, receivers: Tensor) -> tuple[Leg, int]:
+    """How tokens go along ``axis``: each one once to every rank that has an expert for it; and how
+    many choices of those that come are of experts that were to be reached. Collective.
+
+    ``experts [tokens, top_k]``; ``receivers [experts]``: the rank of every expert along the axis,
+    or ``axis.size`` for those that are not to be reached from here.
+    """
+    num_tokens, device, size = experts.shape[0], experts.device, axis.size
+    receiver = looked_up(receivers, experts.reshape(-1), CHOSEN)  # [tokens * top_k]
     # [ranks, tokens]: a token with two experts on one rank goes there once.
-    wanted = torch.zeros(axis.size + 1, num_tokens, dtype=torch.bool, device=device)
-    wanted.scatter_(0, receiver.view(tokens.experts.shape).T, True)
+    wanted = torch.zeros(size + 1, num_tokens, dtype=torch.bool, device=device)
+    wanted.scatter_(0, receiver.view(experts.shape).T, True)
     wanted = wanted[:-1]
     _, sent = wanted.nonzero(as_tuple=True)
-    counts = torch.zeros(axis.size + 1, 2, dtype=torch.long, device=device)
+    counts = torch.zeros(size + 1, 2, dtype=torch.long, device=device)
     counts[:, 0].index_add_(0, receiver, torch.ones_like(receiver))
     counts = counts[:-1]
     torch.sum(wanted, 1, out=counts[:, 1])
 
     # Sizes must be known on the host. On a GPU this waits for the router.
-    ones = [1] * axis.size
+    ones = [1] * size
     came = axis.communicator.all_to_all_rows(counts, ones, ones)
     going = [tokens for _, tokens in counts.tolist()]
     choices, coming = map(list, zip(*came.tolist(), strict=True))
-    leg = Leg(axis, coming, going, sent, num_tokens)
-    whole = torch.long if tokens.x.element_size() == 8 else torch.int
-    parts = [tokens.x, tokens.number, tokens.experts.to(whole)]
-    if tokens.weights is not None:
-        parts.insert(1, tokens.weights)
-    come = move(lambda begin: _tokens_flight(leg, parts, begin), parts)
-
-    def finish() -> tuple[Tokens, Leg, int]:
-        x, *weights, number, experts = come()
-        return Tokens(x, number, experts, *weights), leg, sum(choices)
-
-    return finish
+    return Leg(axis, coming, going, sent, num_tokens), sum(choices)
 
 
-def _tokens_flight(leg: Leg, parts: Sequence[Tensor], begin: Begin) -> Flight:
-    """Tokens to other ranks, and gradients back. ``parts``: what is known of them."""
-    kinds = [(part.dtype, part.shape[1]) for part in parts]
-    real = [kind for kind in kinds if kind[0].is_floating_point]
-    axis = leg.axis
+class TokenMessage:
+    """Tokens to other ranks along one leg, and gradients back.
 
-    def there(parts: Sequence[Tensor], phase: Phase) -> Finish:
-        sent = _side_by_side(parts).index_select(0, leg.tokens)
-        come = begin(sent, axis, leg.sent, leg.received, phase)
-        return lambda: _apart(come(), kinds)
-
-    def back(grads: Sequence[Tensor], phase: Phase) -> Finish:
-        come = begin(_side_by_side(grads), axis, leg.received, leg.sent, phase)
-        return lambda: _summed_parts(come(), real, leg)
-
-    return Flight(there, back)
-
-
-def _summed_parts(came: Tensor, kinds: Sequence[Kind], leg: Leg) -> list[Tensor]:
-    """The gradients of what was sent, from those that every receiver has: of the weights of its own
-    experts, and zeros for the others.
+    ``number [tokens, 1]``, ``experts [tokens, top_k]``: of the tokens of this rank. ``pick``: what
+    tells the rows that tokens are made into where they have come, if they do not go on; ``picked``
+    are these. It lives until backward, and lets go of what it does not need there: a part of a
+    message is a view that keeps all of it.
     """
-    if all(dtype == came.dtype for dtype, _ in kinds):
-        return _apart(_at_home(came, leg), kinds)
-    return [_at_home(part, leg) for part in _apart(came, kinds)]
+
+    def __init__(self, leg: Leg, number: Tensor, experts: Tensor, pick: Pick | None = None) -> None:
+        self.leg = leg
+        self.picked: Picked | None = None
+        self._top_k = experts.shape[1]
+        self._pick = pick
+        self._number_and_experts: tuple[Tensor, Tensor] | None = (number, experts)
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """The number and the experts of each token, of those here or, once they are, of those that
+        have come. The second call has nothing more to give.
+        """
+        assert self._number_and_experts is not None, "nothing has come, or it has been taken"
+        found, self._number_and_experts = self._number_and_experts, None
+        return found
+
+    def flight(self, begin: Begin) -> Flight:
+        """What moves ``x [tokens, hidden]`` and, if there are any, ``weights [tokens, top_k]``.
+        They come as those of tokens, or of the rows that are picked.
+        """
+        return Flight(partial(self._there, begin), partial(self._back, begin))
+
+    def _there(self, begin: Begin, real: Sequence[Tensor], phase: Phase) -> Finish:
+        leg, x = self.leg, real[0]
+        number, experts = self.taken()
+        whole = torch.long if x.element_size() == 8 else torch.int
+        parts = [*real, number, experts.to(whole)]
+        columns = columns_of(parts)
+        sent = columns.joined(parts).index_select(0, leg.tokens)
+        come = begin(sent, leg.axis, leg.sent, leg.received, phase)
+
+        def finish() -> list[Tensor]:
+            *came, number, experts = columns.apart(come())
+            if self._pick is None:
+                self._number_and_experts = number, experts
+                return came
+            return self._rows(came, self._pick(number, experts))
+
+        return finish
+
+    def _rows(self, came: list[Tensor], picked: Picked) -> list[Tensor]:
+        self.picked = picked
+        x, *weights = came
+        gains = [part.reshape(-1).index_select(0, picked.choice) for part in weights]
+        return [x.index_select(0, picked.position), *gains]
+
+    def _back(self, begin: Begin, grads: Sequence[Tensor], phase: Phase) -> Finish:
+        leg = self.leg
+        if self.picked is not None:
+            grads = self._of_tokens(grads, self.picked)
+        columns = columns_of(grads)
+        come = begin(columns.joined(grads), leg.axis, leg.received, leg.sent, phase)
+
+        def finish() -> list[Tensor]:
+            # Every receiver has gradients of the weights of its own experts, and zeros for the
+            # others.
+            if columns.are_alike:
+                return columns.apart(summed(come(), leg.tokens, leg.num_tokens))
+            return [summed(part, leg.tokens, leg.num_tokens) for part in columns.apart(come())]
+
+        return finish
+
+    def _of_tokens(self, grads: Sequence[Tensor], picked: Picked) -> list[Tensor]:
+        """The gradients of the tokens that came, from those of the rows made of them."""
+        count, top_k = sum(self.leg.received), self._top_k
+        x, *weights = grads
+        found = [summed(x, picked.position, count)]
+        for part in weights:
+            # Each choice has one row.
+            placed = part.new_zeros(count * top_k).scatter_(0, picked.choice, part)
+            found.append(placed.view(count, top_k))
+        return found
 
 
-def _at_home(came: Tensor, leg: Leg) -> Tensor:
-    sums = came.new_zeros(leg.num_tokens, came.shape[1])
-    return sums.index_add_(0, leg.tokens, came)
+def sums_flight(leg: Leg, position: Tensor | None = None) -> Callable[[Begin], Flight]:
+    """Rows to the ranks that their tokens came from, and the sums of those of each token; gradients
+    back. ``position``: the place of each row in the message, where rows of one token are added up
+    before they are sent.
+    """
+
+    def there(begin: Begin, rows: Sequence[Tensor], phase: Phase) -> Finish:
+        made = rows[0] if position is None else summed(rows[0], position, sum(leg.received))
+        come = begin(made, leg.axis, leg.received, leg.sent, phase)
+        return lambda: [summed(come(), leg.tokens, leg.num_tokens)]
+
+    def back(begin: Begin, grads: Sequence[Tensor], phase: Phase) -> Finish:
+        sent = grads[0].index_select(0, leg.tokens)
+        come = begin(sent, leg.axis, leg.sent, leg.received, phase)
+        return lambda: [come() if position is None else come().index_select(0, position)]
+
+    return lambda begin: Flight(partial(there, begin), partial(back, begin))
+
+
+def summed(rows: Tensor, place: Tensor, count: int) -> Tensor:
+    """Rows added up by their places."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, place, rows)
 
 
 _ALIGNED_BYTES = 8  # the largest element
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The bytes of ``[rows, columns]`` as one tensor of the first part's dtype, each part at a
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How parts ``[rows, columns]`` lie side by side in rows of the first part's dtype, each at a
     multiple of 8 bytes.
+
+    ``parts``: the number of each part among the pieces of a row, its dtype there, and its own; no
+    dtypes where they are those of the rows. ``sizes``: the columns of the pieces: parts, and gaps
+    behind them.
     """
-    if len(parts) == 1:
-        return parts[0]
-    first, columns = parts[0], []
-    per_step = _ALIGNED_BYTES // first.element_size()
-    for part in parts:
-        if part.dtype != first.dtype:
-            # Smaller elements than those of the first part are widened: that loses nothing.
-            part = _viewed(part.to(_at_least(part.dtype, first.dtype)), first.dtype)
-        columns.append(part)
-        if gap := -part.shape[1] % per_step:
-            columns.append(first.new_zeros(len(first), gap))
-    return torch.cat(columns, 1)
+
+    parts: tuple[tuple[int, torch.dtype | None, torch.dtype | None], ...]
+    sizes: list[int]
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all parts have one dtype."""
+        return all(held is None for _, held, _ in self.parts)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The bytes of the parts as one tensor."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        pieces = [first] * len(self.sizes)
+        if len(parts) < len(self.sizes):
+            gaps = set(range(len(self.sizes))).difference(place for place, _, _ in self.parts)
+            for gap in gaps:
+                pieces[gap] = first.new_zeros(len(first), self.sizes[gap])
+        for part, (place, held, _) in zip(parts, self.parts, strict=True):
+            pieces[place] = part if held is None else part.to(held).view(first.dtype)
+        return torch.cat(pieces, 1)
+
+    def apart(self, rows: Tensor) -> list[Tensor]:
+        """What :meth:`joined` has put into rows."""
+        if len(self.parts) == 1:
+            return [rows]
+        pieces = rows.split_with_sizes(self.sizes, 1)
+        return [
+            pieces[place] if held is None else pieces[place].view(held).to(own)
+            for place, held, own in self.parts
+        ]
 
 
-def _apart(rows: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
-    """What :func:`_side_by_side` has put into rows."""
-    if len(kinds) == 1:
-        return [rows]
-    own, own_bytes = rows.dtype, rows.element_size()
-    per_step = _ALIGNED_BYTES // own_bytes
-    sizes: list[int] = []  # of parts, and of gaps behind them
-    places = []
-    for kind, columns in kinds:
-        size = columns * _at_least(kind, own).itemsize // own_bytes
-        places.append(len(sizes))
+def columns_of(parts: Sequence[Tensor]) -> Columns:
+    """How the rows of these parts lie in a message."""
+    return _columns(tuple([(part.dtype, part.shape[1]) for part in parts]))
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(kinds: tuple[Kind, ...]) -> Columns:
+    rows = kinds[0][0]
+    sizes: list[int] = []
+    parts: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
+    for own, columns in kinds:
+        # Smaller elements than those of the first part are widened: that loses nothing.
+        held = own if own.itemsize >= rows.itemsize else torch.promote_types(own, rows)
+        size = columns * held.itemsize // rows.itemsize
+        parts.append((len(sizes), None, None) if own == rows else (len(sizes), held, own))
         sizes.append(size)
-        if gap := -size % per_step:
+        if gap := -size % (_ALIGNED_BYTES // rows.itemsize):
             sizes.append(gap)
-    columns_of = rows.split_with_sizes(sizes, 1)
-    found = []
-    for place, (kind, _) in zip(places, kinds, strict=True):
-        part = columns_of[place]
-        found.append(part if kind == own else _viewed(part, _at_least(kind, own)).to(kind))
-    return found
-
-
-def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x``, or its bytes as elements of another dtype."""
-    return x if x.dtype == dtype else x.view(dtype)
-
-
-def _at_least(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The dtype, or a wider one that has at least as many bytes as ``other``."""
-    return dtype if dtype.itemsize >= other.itemsize else torch.promote_types(dtype, other)
-
-
-def rows_flight(axis: AxisGroup, send: list[int], receive: list[int]) -> Callable[[Begin], Flight]:
-    """Rows to other ranks, so and so many to each and from it, and gradients back."""
-
-    def flight(begin: Begin) -> Flight:
-        def there(rows: Sequence[Tensor], phase: Phase) -> Finish:
-            come = begin(rows[0], axis, send, receive, phase)
-            return lambda: [come()]
-
-        def back(grads: Sequence[Tensor], phase: Phase) -> Finish:
-            come = begin(grads[0], axis, receive, send, phase)
-            return lambda: [come()]
-
-        return Flight(there, back)
-
-    return flight
+    return Columns(tuple(parts), sizes)
 
 
 def moved(
@@ -239,13 +300,10 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
-        came = tuple(flight.there(tensors, "forward")())
-        ctx.flight, ctx.real = flight, [x.is_floating_point() for x in tensors]
-        ctx.mark_non_differentiable(*(x for x in came if not x.is_floating_point()))
-        return came
+        ctx.flight = flight
+        return tuple(flight.there(tensors, "forward")())
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = iter(ctx.flight.back(list(itertools.compress(grads, ctx.real)), "backward")())
-        return None, *(next(back) if one else None for one in ctx.real)
+        return None, *ctx.flight.back(grads, "backward")()

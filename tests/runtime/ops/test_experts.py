@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from covers import spread
 from op_ranks import on_mesh
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.experts import combine, dispatch, grouped_linear, within_capacity
 from shardwright.frontend.verification.verify import compile_into
@@ -314,6 +315,60 @@ def test_a_token_crosses_an_outer_axis_once() -> None:
             back = 1 - on_node if axis == "a" else tokens
             # Two counts; tokens with their number, and two choices with their weights.
             assert volume.received == 2 + tokens * (HIDDEN + 1 + 2 * 2) + back * HIDDEN, axis
+
+
+def test_a_message_is_let_go_of_when_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until backward there are rows of tokens, and not the message that brought them, too."""
+    messages: list[StorageWeakRef] = []
+    send = Communicator.all_to_all_rows
+
+    def sending(self: Communicator, *args: Any, **options: Any) -> Tensor:
+        came = send(self, *args, **options)
+        messages.append(StorageWeakRef(came.untyped_storage()))
+        return came
+
+    monkeypatch.setattr(Communicator, "all_to_all_rows", sending)
+
+    def fn(ranks: RankMesh) -> list[Any]:
+        axes = (ranks.axis("a"), ranks.axis("b"))
+        return operators.dispatch(
+            torch.ones(2, HIDDEN).requires_grad_(),
+            torch.tensor([[0], [3]]),
+            torch.ones(2, 1).requires_grad_(),
+            num_experts=4,
+            expert_axes=axes,
+            exchange=axes,
+            token_dims=((8, *axes),),
+        )
+
+    kept = on_mesh(Mesh.of({"a": 2, "b": 2}), fn)
+    assert len(kept) == 4 and len(messages) == 4 * 4
+    assert all(message.expired() for message in messages)
+
+
+def test_an_exchange_is_one_function_of_autograd() -> None:
+    """What picks rows of tokens, and what adds rows up, is a part of it: each function more costs
+    as much as several messages of small layers.
+    """
+
+    def before(x: Tensor) -> list[Any]:
+        assert x.grad_fn is not None
+        return [function for function, _ in x.grad_fn.next_functions if function is not None]
+
+    def fn(ranks: RankMesh) -> None:
+        ep = ranks.axis("ep")
+        x, weights = torch.ones(2, HIDDEN).requires_grad_(), torch.ones(2, 1).requires_grad_()
+        where: Any = {"exchange": (ep,), "token_dims": ((4, ep),)}
+        chosen = torch.tensor([[0], [1]])
+        rows, gains, routing = operators.dispatch(
+            x, chosen, weights, num_experts=2, expert_axes=(ep,), **where
+        )
+        y = operators.combine(rows, routing, **where)
+        assert rows.grad_fn is gains.grad_fn
+        assert [function.variable for function in before(rows)] == [x, weights]
+        assert before(y) == [rows.grad_fn]
+
+    on_mesh(Mesh.of({"ep": 2}), fn)
 
 
 def test_gradients_of_experts_without_rows_are_zeros() -> None:
@@ -656,18 +711,18 @@ def volumes(ops: Any) -> None:
 
 MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
     "gradients are lost on the way": (
-        "begin(_side_by_side(grads), axis",
-        "begin(_side_by_side(grads) * 0, axis",
+        "begin(columns.joined(grads), leg.axis",
+        "begin(columns.joined(grads) * 0, leg.axis",
         gradients_and_values,
     ),
     "gradients are counted as forward": (
-        'itertools.compress(grads, ctx.real)), "backward"',
-        'itertools.compress(grads, ctx.real)), "forward"',
+        'ctx.flight.back(grads, "backward")',
+        'ctx.flight.back(grads, "forward")',
         volumes,
     ),
     "gradients of weights are those of the first choice": (
-        "_apart(_at_home(came, leg), kinds)",
-        "[part[:, :1].expand_as(part) for part in _apart(_at_home(came, leg), kinds)]",
+        "found.append(placed.view(count, top_k))",
+        "found.append(placed.view(count, top_k)[:, :1].expand(count, top_k))",
         gradients_and_values,
     ),
     "experts belong to the rank before": (
@@ -696,12 +751,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "weights arrive in the order of their senders": (
-        "arrived.weights.reshape(-1).index_select(0, order)",
-        "arrived.weights.reshape(-1)[:num_rows]",
+        "part.reshape(-1).index_select(0, picked.choice)",
+        "part.reshape(-1)[: len(picked.choice)]",
         gradients_and_values,
     ),
     "a token is sent for each choice": (
-        "wanted.scatter_(0, receiver.view(tokens.experts.shape).T, True)",
+        "wanted.scatter_(0, receiver.view(experts.shape).T, True)",
         "wanted.fill_(True)",
         volumes,
     ),

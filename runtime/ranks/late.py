@@ -19,6 +19,7 @@ After a slice without a result :meth:`Late.look` asks two questions of the store
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,8 @@ class Left(RuntimeError):
     """A member of a group will not come to a collective."""
 
 
-def key_of(ranks: Sequence[int]) -> str:
+@functools.cache
+def key_of(ranks: tuple[int, ...]) -> str:
     """What a group is called in the store."""
     return ",".join(map(str, ranks))
 

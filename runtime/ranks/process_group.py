@@ -31,6 +31,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+_ALL_REDUCE_OPTIONS = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
+_ALL_TO_ALL_OPTIONS = dist.AllToAllOptions()
+_ALL_TO_ALL_OPTIONS.asyncOp = True
+_ALL_TO_ALL = (
+    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else ("alltoall_base")
+)
+
+
 _given_up: list[dist.ProcessGroup] = []
 """Groups with a collective that cannot end. They are kept: taking one down would wait for the
 collective, up to its limit.
@@ -155,21 +170,31 @@ class ProcessGroupTransport:
 
     def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work | None:
         """Run a collective, or begin it where the host waits for its result."""
-        # Which follows what is not asynchronous.
-        if self._device.type == "cpu" and not torch.compiler.is_compiling():
+        if self._is_waited_for_by_host():
             return self._start(collective, *args, **kwargs)  # type: ignore[no-any-return]
         collective(*args, group=self.process_group, **kwargs)
         return None
+
+    def _is_waited_for_by_host(self) -> bool:
+        # torch.compile follows what is not asynchronous.
+        return self._device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
         return collective(*args, group=self.process_group, async_op=True, **kwargs)
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> Work | None:
+        if self._is_waited_for_by_host():
+            return self.start_all_reduce_(x, op)
         return self._run(dist.all_reduce, x, _REDUCE_OPS[op])
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
-        return self._start(dist.all_reduce, x, _REDUCE_OPS[op])  # type: ignore[no-any-return]
+        # torch's function around the method looks at its arguments once more, which costs more
+        # than what is left of a small message.
+        if x.is_complex():
+            x = torch.view_as_real(x)
+        self.num_calls += 1
+        return self.process_group.allreduce([x], _ALL_REDUCE_OPTIONS[op])
 
     def all_gather(self, x: Tensor, result: Tensor) -> Work | None:
         return self._run(_all_gather_single, result.view(-1), x)
@@ -250,13 +275,18 @@ class ProcessGroupTransport:
     def all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
     ) -> Work | None:
+        if self._is_waited_for_by_host():
+            return self.start_all_to_all(x, send_sizes, result, receive_sizes)
         return self._run(dist.all_to_all_single, result, x, receive_sizes, send_sizes)
 
     def start_all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
     ) -> Work:
-        sizes = receive_sizes, send_sizes
-        return self._start(dist.all_to_all_single, result, x, *sizes)  # type: ignore[no-any-return]
+        if x.is_complex():
+            x, result = torch.view_as_real(x), torch.view_as_real(result)
+        self.num_calls += 1
+        exchange = getattr(self.process_group, _ALL_TO_ALL)
+        return exchange(result, x, receive_sizes, send_sizes, _ALL_TO_ALL_OPTIONS)  # type: ignore[no-any-return]
 
     def broadcast_(self, x: Tensor, src_index: int) -> Work | None:
         return self._run(dist.broadcast, x, group_src=src_index)

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from shardwright.runtime.ranks.process_group import ProcessGroupTransport
 
 LEAVING = """
 import atexit
@@ -54,3 +57,37 @@ def test_no_thread_of_a_destroyed_group_sees_the_interpreter_end(tmp_path):
         "somebody holds the group up to here: else this shows nothing"
     )
     assert "gloo" not in after
+
+
+class Recorded:
+    """A group of one that notes what it is given, and does nothing."""
+
+    def __init__(self):
+        self.given = []
+
+    def allreduce(self, tensors, options):
+        self.given.append((tensors, options))
+        return "work"
+
+    def all_to_all_single(self, result, x, receive_sizes, send_sizes, options):
+        self.given.append(([result, x], options))
+        return "work"
+
+    alltoall_base = all_to_all_single
+
+
+def test_the_host_calls_the_group_itself():
+    """torch's functions around it look at their arguments in a dozen calls of Python. They also
+    make real numbers of complex ones, so that is done here.
+    """
+    group = Recorded()
+    transport = ProcessGroupTransport(group, torch.device("cpu"))
+    x, result = torch.ones(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.complex64)
+    assert transport.all_reduce_(x, "max") == "work"
+    assert transport.all_to_all(x, [3], result, [3]) == "work"
+    (((summed,), reduction), ((filled, sent), exchange)) = group.given
+    assert reduction.reduceOp == torch.distributed.ReduceOp.MAX
+    assert reduction.asyncOp and exchange.asyncOp
+    for real, given in ((summed, x), (sent, x), (filled, result)):
+        assert real.dtype == torch.float32 and real.data_ptr() == given.data_ptr()
+    assert transport.num_calls == 2

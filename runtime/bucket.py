@@ -66,7 +66,11 @@ class Bucket:
         self.arrived: set[int] = set()  # members whose gradient the current backward has brought
         self.started = False
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
+        # Views of the buffer: the gradients, those of each member, and the flags behind them.
+        self._flat: Tensor
+        self._views: list[Tensor]
+        self._flags: Tensor
+        self._drop_buffer()
         self._unused: list[int] = []
         self._works: list[Work] = []
         for member in members:
@@ -95,20 +99,21 @@ class Bucket:
     @property
     def gradients(self) -> Tensor:
         """All gradients, flat [elements], without the flags."""
-        return self._allocated()[: self.num_elements]
+        self._allocated()
+        return self._flat
 
     def take(self, index: int) -> None:
-        """Called when a member got a gradient: move it into the buffer; ``parameter.grad`` becomes
-        a view of it.
+        """Called when a member got a gradient, unless the bucket is local: move it into the buffer;
+        ``parameter.grad`` becomes a view of it.
         """
-        if not self.is_local:
-            self._pack(index)
+        self._pack(index)
 
     def _pack(self, index: int) -> None:
         parameter = self.members[index].parameter
         gradient = parameter.grad
         assert gradient is not None
-        self._allocated()
+        if self._buffer is None or self._buffer.device != gradient.device:
+            self._allocated()
         view = self._views[index]
         # Backward accumulates into the view if it is there already, as in the second microbatch.
         if gradient is not view:
@@ -135,7 +140,7 @@ class Bucket:
             elif gradient is not view:
                 self._pack(index)
         # One flag for each member behind the gradients: did any rank use it?
-        flags = buffer[self.length :]
+        flags = self._flags
         flags.fill_(1)
         if self._unused:
             flags[self._unused] = 0
@@ -182,8 +187,9 @@ class Bucket:
                 self.members[index].parameter.grad = self._views[index]
             self._unused = []
         for member in self.members:
-            if member.parameter.grad is not None:
-                set_reduced(member.parameter.grad, True)
+            gradient = member.parameter.grad
+            if gradient is not None:
+                set_reduced(gradient, True)
 
     def clear(self, set_to_none: bool) -> None:
         """Forget the gradients."""
@@ -199,18 +205,24 @@ class Bucket:
     @property
     def is_reduced(self) -> bool:
         """Whether the gradients have been summed and not cleared since."""
-        return any(self.has_reduced(index) for index in range(len(self.members)))
+        return any(
+            self.has_reduced(index, member.parameter.grad)
+            for index, member in enumerate(self.members)
+        )
 
-    def has_reduced(self, index: int) -> bool:
-        """Whether the gradient of one member has been summed and not cleared since."""
-        return is_reduced(self.members[index].parameter.grad)
+    def has_reduced(self, index: int, gradient: Tensor | None) -> bool:
+        """Whether the gradient of one member has been summed and not cleared since. ``gradient``:
+        that of its parameter.
+        """
+        return getattr(gradient, _REDUCED, False)
 
     def _used_elsewhere(self) -> list[int]:
         """The members that this rank did not use, and another one did."""
         if not self._unused:
             return []
         # The sum over ranks of 1 for "used": not zero if any rank used it.
-        flags = self._allocated()[self.length :].tolist()
+        self._allocated()
+        flags = self._flags.tolist()
         return [index for index in self._unused if flags[index]]
 
     def _allocated(self) -> Tensor:
@@ -220,11 +232,17 @@ class Bucket:
         device = self.members[0].parameter.device
         if self._buffer is None or self._buffer.device != device:
             self._buffer = self._new_buffer(self.length + len(self.members), device)
-            pieces = torch.split(self._buffer[: self.num_elements], self.sizes)
+            self._flat = self._buffer[: self.num_elements]
+            self._flags = self._buffer[self.length :]
+            pieces = torch.split(self._flat, self.sizes)
             self._views = [
                 piece.view(m.parameter.shape) for piece, m in zip(pieces, self.members, strict=True)
             ]
         return self._buffer
+
+    def _drop_buffer(self) -> None:
+        self._buffer, self._views = None, []
+        self._flat = self._flags = torch.empty(0)
 
     def _new_buffer(self, length: int, device: torch.device) -> Tensor:
         return torch.zeros(length, dtype=self.dtype, device=device)

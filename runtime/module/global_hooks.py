@@ -19,6 +19,11 @@ _KINDS = {
 }
 """The tables of torch with hooks on all modules, by the functions that fill them."""
 
+_HOOKS = tuple(
+    hooks for table in _KINDS.values() if (hooks := getattr(torch_module, table, None)) is not None
+)
+"""The tables themselves: dicts of hooks, which are empty in nearly every program."""
+
 _said: set[str] = set()
 """The kinds of which this process has spoken."""
 
@@ -27,8 +32,9 @@ def warn_of_global_hooks(owner: str) -> None:
     """Warn, once for each kind, of hooks on all modules. ``owner``: the parallel module that is
     called.
     """
+    if not any(_HOOKS):
+        return
     for function, table in _KINDS.items():
-        # A dict of hooks; empty in nearly every program, which is asked in every call.
         if getattr(torch_module, table, None) and function not in _said:
             _said.add(function)
             warnings.warn(

@@ -174,7 +174,12 @@ class InputTable:
                     "arguments",
                 )
         # Leaves by path, as a nested dict of tensors has them.
-        leaves = flatten(dict(given))
+        for value in given.values():
+            if type(value) is not Tensor:
+                leaves = flatten(dict(given))
+                break
+        else:
+            leaves = dict(given)
         sizes: dict[str, tuple[int, str]] = {}
         tensors: dict[str, Tensor] = {}
         # What was compiled is taken out; what is left over was not.

@@ -34,8 +34,10 @@ def refuse_tracers(owner: str, arguments: Iterable[Any]) -> None:
     if torch.compiler.is_exporting():
         _refuse_tracer(owner, "torch.export")
     fx = sys.modules.get("torch.fx")
-    if fx is not None and any(isinstance(argument, fx.Proxy) for argument in arguments):
-        _refuse_tracer(owner, "torch.fx")
+    if fx is not None:
+        for argument in arguments:
+            if isinstance(argument, fx.Proxy):
+                _refuse_tracer(owner, "torch.fx")
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         _refuse_tracer(owner, "make_fx")
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -10,6 +10,7 @@ rows takes part: its matrix gets a gradient of zeros.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -56,8 +57,11 @@ def _grouped_linear(
     if autocast and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     # [experts, in, out], however the model stores them.
-    matrices = weight.to(dtype) if transposed else weight.to(dtype).transpose(-2, -1)
-    out = _grouped_product(rows.to(dtype), matrices, routing.ends)
+    if weight.dtype != dtype:
+        weight = weight.to(dtype)
+    if rows.dtype != dtype:
+        rows = rows.to(dtype)
+    out = _grouped_product(rows, weight if transposed else weight.mT, routing.ends)
     if bias is not None:
         out = out + torch.repeat_interleave(
             bias.to(out.dtype), routing.counts, dim=0, output_size=rows.shape[0]
@@ -100,16 +104,21 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return cast(Tensor, _GroupedProduct.apply(rows, matrices, ends))  # type: ignore[no-untyped-call]
     # Torch's own backward runs the same products as the function below, without Python.
     out = F.grouped_mm(rows, matrices, offs=ends)
-    if out.requires_grad:
-        out.register_hook(_for_kernel)  # type: ignore[no-untyped-call]
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(_for_kernel)
     return out
 
 
-def _for_kernel(grad: Tensor) -> Tensor:
-    """A gradient as torch's kernel takes it, which refuses some strides and places in memory."""
+def _for_kernel(grads: Sequence[Tensor]) -> tuple[Tensor] | None:
+    """The gradient of a product as torch's kernel takes it, which refuses some strides and places
+    in memory. ``None`` where it can stay as it is.
+    """
     refuse_second()
-    grad = grad.contiguous()
-    return grad if _begins_aligned(grad) else grad.clone()
+    (given,) = grads
+    grad = given.contiguous()
+    if not _begins_aligned(grad):
+        grad = grad.clone()
+    return None if grad is given else (grad,)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -181,7 +190,7 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
 def _is_aligned(x: Tensor) -> bool:
     *_, one, other = x.stride()
     small, large = (one, other) if one < other else (other, one)
-    return small == 1 and large * x.element_size() % 16 == 0 and _begins_aligned(x)
+    return small == 1 and large * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def _begins_aligned(x: Tensor) -> bool:

@@ -123,16 +123,16 @@ class Reducer:
         for bucket in self.buckets:
             if not bucket.started and not bucket.is_reduced:
                 bucket.start(self._before)
+        has_summed = False
         for bucket in self.buckets:
             if bucket.started:
+                has_summed = True
                 bucket.finish(self.divisor, self._after)
         self.is_synced = True
         self._has_arrived = False
         # A rank without parameters has no buckets that start; it takes part once after each time
         # they are cleared.
-        if self.agreement is not None and (
-            any(b.started for b in self.buckets) or (not self.buckets and self._is_cleared)
-        ):
+        if self.agreement is not None and (has_summed or (not self.buckets and self._is_cleared)):
             self.agreement.check()
         self._is_cleared = False
 
@@ -212,7 +212,8 @@ class Reducer:
         one: an autograd Function may return ``None`` for a parameter.
         """
         member = bucket.members[index]
-        if bucket.has_reduced(index):
+        gradient = member.parameter.grad
+        if bucket.has_reduced(index, gradient):
             raise UsageError(
                 f"backward reached {member.name!r} after its gradient was synchronised",
                 why="each gradient is summed over the ranks once; adding to a sum would count it "
@@ -229,7 +230,7 @@ class Reducer:
         if not (bucket.is_local or self._has_warned):
             self._warn_of_hooks(member)
         self._has_arrived, self._is_backward_due = True, False
-        if member.parameter.grad is not None:
+        if not (gradient is None or bucket.is_local):
             bucket.take(index)
         if sums_now:
             bucket.arrived.add(index)

@@ -152,7 +152,7 @@ class ShardedBucket(Bucket):
             member.parameter.grad = None
         if self._frees or not self._is_contiguous:
             # Without the clone the slice, a view, would keep the whole buffer alive.
-            self._buffer, self._views = None, []
+            self._drop_buffer()
             arriving = arriving.clone() if self._mine is None else arriving
         self._mine = arriving if self._mine is None else self._mine.add_(arriving)
 
@@ -201,8 +201,8 @@ class ShardedBucket(Bucket):
                 else:
                     member.parameter.grad = torch.zeros_like(member.parameter)
 
-    def has_reduced(self, index: int) -> bool:
-        return self._is_published if self._scatters else super().has_reduced(index)
+    def has_reduced(self, index: int, gradient: Tensor | None) -> bool:
+        return self._is_published if self._scatters else super().has_reduced(index, gradient)
 
     def is_used(self, index: int) -> bool:
         """Whether some rank used a member, once its gradient has been reduced."""
@@ -227,7 +227,7 @@ class ShardedBucket(Bucket):
                 )
                 set_reduced(parameter.grad, True)
             if not self._is_contiguous:
-                self._buffer, self._views = None, []
+                self._drop_buffer()
         if self.shards:
             # Reduced in one dtype, and given to the optimizer in that of its state.
             mine = mine.to(self.shards[0].tensor.grad_dtype)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from shardwright.runtime.errors import InputError
+from shardwright.runtime.module import inputs
 from shardwright.runtime.module.inputs import ABSENT, InputTable
 
 TABLE = InputTable(
@@ -55,6 +56,12 @@ def test_leaves_may_be_given_by_path():
         "data.pair.0",
         "scalar",
     ]
+
+
+def test_tensors_by_themselves_are_not_looked_into(monkeypatch):
+    monkeypatch.setattr(inputs, "flatten", lambda _: pytest.fail("looked for leaves"))
+    table = InputTable("Layer", {"x": ("[batch, 4]", torch.float32)})
+    assert list(table.check({"x": torch.zeros(5, 4)}, {})) == ["x"]
 
 
 def test_absent_arguments():

@@ -20,6 +20,7 @@ from shardwright.runtime.pipeline.executor import Leaves
 from shardwright.runtime.pipeline.sample_sizes import Sizes
 from shardwright.runtime.ranks.checksum import checksum
 from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.structure import flatten
 
 UNKNOWN = -1
@@ -84,11 +85,10 @@ class SampleTable:
             for path, x in tensors.items():
                 mine[number, paths.index(path), 0] = 1
                 mine[number, paths.index(path), 1] = checksum(x)
-        everyone = (
-            [found.tolist() for found in unit.all_gather(mine, phase="setup")]
-            if unit.size > 1
-            else []
-        )
+        everyone: list[list[list[list[int]]]] = []
+        if unit.size > 1:
+            with concerning("the samples of a step, of which ranks compare checksums"):
+                everyone = [found.tolist() for found in unit.all_gather(mine, phase="setup")]
         # Of each leaf, the ranks that were given it must have one checksum.
         for (number, _), (index, path) in itertools.product(enumerate(samples), enumerate(paths)):
             alike: dict[int, list[int]] = {}
@@ -127,7 +127,10 @@ class SampleTable:
                     if isinstance(name, str):
                         mine[number, self._sizes.index(name)] = size
         # [ranks, samples, sizes].
-        everyone = torch.stack(unit.all_gather(mine)) if unit.size > 1 else mine[None]
+        everyone = mine[None]
+        if unit.size > 1:
+            with concerning("the sizes of the samples of a step"):
+                everyone = torch.stack(unit.all_gather(mine))
         agreed = everyone.amax(0)
         differs = ((everyone != agreed) & (everyone != UNKNOWN)).nonzero().tolist()
         for rank, number, index in differs[:1]:

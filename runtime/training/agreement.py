@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.errors import UsageError, format_error
 from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.ranks.world import World
 from shardwright.runtime.training.copies import Copies, CopiesDiffer
 
@@ -137,9 +138,10 @@ class TrainingAgreement:
 
     def _compare_standings(self) -> None:
         mine = self._standing()
-        digests = self._world.everyone.all_gather(
-            torch.tensor(mine.digest(), device=self._world.device), phase="setup"
-        )
+        with concerning("what each rank has done so far, which ranks compare"):
+            digests = self._world.everyone.all_gather(
+                torch.tensor(mine.digest(), device=self._world.device), phase="setup"
+            )
         if any(not torch.equal(digests[0][:-1], other[:-1]) for other in digests):
             everyones = self._world.all_gather_object(mine.to_json())
             self._refuse([_Standing(*found) for found in everyones])

@@ -10,6 +10,7 @@ import torch
 from faults import DEADLINE_S, Fault, Job
 
 from shardwright.runtime.errors import CollectiveError
+from shardwright.runtime.pipeline.step_samples import SampleTable
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.failures import (
@@ -260,6 +261,17 @@ def test_every_collective_says_who_missed_whom(collective):
         "  try:   look for the first error on rank 7; the limit is that of "
         "SHARDWRIGHT_TIMEOUT_S, in seconds"
     )
+
+
+def test_comparisons_of_a_step_say_what_they_compare():
+    table = SampleTable("Net", {"sample.x": ("[n, 4]", torch.float32)}, ("sample",), ("n",))
+    samples = [{"sample.x": torch.ones(2, 4)}]
+    for compare in (
+        lambda: table.compare(samples, failing(), 1, torch.device("cpu"), "train_step"),
+        lambda: table.agreed_sizes(samples, failing(), torch.device("cpu"), "train_step"),
+    ):
+        with pytest.raises(CollectiveError, match="where: the .*samples of a step"):
+            compare()
 
 
 def test_no_memory_is_no_failure_of_another_rank():

@@ -41,10 +41,10 @@ def _all_reduce_options(op: Any) -> dist.AllreduceOptions:
 _ALL_REDUCE_OPTIONS = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
 _ALL_TO_ALL_OPTIONS = dist.AllToAllOptions()
 _ALL_TO_ALL_OPTIONS.asyncOp = True
-_ALL_TO_ALL = (
-    "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else ("alltoall_base")
+# As newer versions of torch call it, and older ones.
+_ALL_TO_ALL = next(
+    name for name in ("all_to_all_single", "alltoall_base") if hasattr(dist.ProcessGroup, name)
 )
-
 
 _given_up: list[dist.ProcessGroup] = []
 """Groups with a collective that cannot end. They are kept: taking one down would wait for the

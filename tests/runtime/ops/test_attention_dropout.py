@@ -143,3 +143,22 @@ def test_weights_of_capped_scores_with_sinks_are_dropped_as_written_out(blind: s
         results.append([out.detach(), *(x.grad for x in leaves[: 3 + sinks_too])])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_fast_draws_of_blocks_are_the_same_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of a window over capped scores, of some queries at a time."""
+    monkeypatch.setattr("shardwright.runtime.ops.attention_written_out.MOST_SCORES", 100)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 2, 3, 40, 4, generator=generator, dtype=torch.float64)
+    ones = torch.ones(2, 3, 40, 4, dtype=torch.float64, requires_grad=True)
+    marks = [(torch.arange(40).view(1, 1, 40, 1),), (torch.arange(40).view(1, 1, 1, 40),)]
+    rng = RngState(0)
+    draw = rng.draw("weights")
+    out = attention_where(query, key, ones, *marks, ("le",), cap=2.0, dropout_p=0.5, draw=draw)
+    rng.next_step()
+    out.sum().backward()
+    assert ones.grad is not None
+    assert ones.grad.sum().item() == pytest.approx(out.sum().item(), rel=1e-12)
+    # Each weight is dropped for itself.
+    assert out.sum().item() == pytest.approx(2 * 3 * 40 * 4, rel=0.1)
+    assert len(out[..., 0].unique()) > 200

@@ -146,7 +146,7 @@ def test_weights_of_capped_scores_with_sinks_are_dropped_as_written_out(blind: s
 
 
 def test_fast_draws_of_blocks_are_the_same_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, of a window over capped scores, of some queries at a time."""
+    """The masks of capped scores, of some queries at a time: as above."""
     monkeypatch.setattr("shardwright.runtime.ops.attention_written_out.MOST_SCORES", 100)
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 3, 40, 4, generator=generator, dtype=torch.float64)

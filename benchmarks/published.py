@@ -389,7 +389,7 @@ def believed(count: int) -> Machine:
     return Machine(constants)
 
 
-MOST_FITTED = 24
+MOST_FITTED = 48
 """The most rows of a study on which its constants are fitted."""
 
 

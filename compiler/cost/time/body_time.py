@@ -19,7 +19,9 @@ from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.cost.time.operator_traffic import BIASES
 from shardwright.compiler.cost.time.token_copies import launches
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import (
@@ -171,6 +173,7 @@ def _launched_s(
             there, back = 0, 0
         elif isinstance(item, Compute):
             there, back = launches(item.original, item.assignment, mesh)
+            back += _summing_kernels(item.original)
         forward = (queue_s[0] * there * (time.forward_s > 0), time.forward_s)
         forwards.append(forward)
         backwards.append((queue_s[1] * back * (time.backward_s > 0), time.backward_s))
@@ -184,6 +187,16 @@ def _launched_s(
             done_s = max(done_s, launched_s) + running_s
         ends.append(done_s)
     return ends[0], ends[1] - ends[0]
+
+
+def _summing_kernels(op: IROp) -> int:
+    """How many kernels the backward of an operator has that sum gradients: that of its bias over
+    rows, and those of operands that operators behind it read, too.
+    """
+    own = BIASES.get(op.target)
+    bias = op.operands[own : own + 1] if own is not None else ()
+    summed = [op.operands[i] for i in op.summed]
+    return sum(value.takes_gradient for value in (*bias, *summed))
 
 
 @dataclass

@@ -17,6 +17,7 @@ fetch what they need before they compute (``Device``). What counts:
   expansion is summed.
 - **factors** (``mul``, ``div``) have a kernel each for their gradients, and one more to sum that of
   a factor which was broadcast.
+- **the gradient of a bias** is a sum over rows of what came in, by a kernel of its own.
 - **sums of gradients**, where operators behind this one read the same operand too
   (``IROp.summed``), read two gradients and write one.
 - **everything else** reads its operands and writes its results; the backward reads what came in and
@@ -53,6 +54,7 @@ from shardwright.compiler.cost.time.operator_traffic import (
     EXPANSIONS,
     SLICES,
     VIEWS,
+    bias_gradient_bytes,
     traffic,
     view_gradient_bytes,
 )
@@ -208,7 +210,9 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
     # Williams et al., "Roofline": the slower of computing and moving, at least a launch.
     forward = max(forward_flops_s, device.pass_s(target, forward_bytes, 0), device.launch_s)
     backward = max(backward_flops_s, device.pass_s(target, backward_bytes, 1))
-    return OpTime(forward, _at_least(backward, device, bool(wanted) and backward_bytes > 0))
+    backward = _at_least(backward, device, bool(wanted) and backward_bytes > 0)
+    bias_bytes = bias_gradient_bytes(call, wanted)
+    return OpTime(forward, backward + _at_least(device.memory_s(bias_bytes), device, bias_bytes > 0))
 
 
 def _at_least(seconds: float, device: Device, runs: bool) -> float:

@@ -78,6 +78,12 @@ FACTORS = frozenset(("mul", "div"))
 """Operators whose operands are factors of what comes out."""
 
 
+BIASES: Mapping[str, int] = {"linear": 2, "addmm": 0}
+"""Where products have the bias that they add. Its gradient is a sum over rows, by a kernel of its
+own beside those of the two factors.
+"""
+
+
 LOOKUPS = frozenset(
     ("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim")
 )
@@ -141,6 +147,14 @@ def _bytes(tensors: Sequence[LocalTensor]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
 
+def bias_gradient_bytes(call: LocalCall, wanted: Sequence[int]) -> float:
+    """What the kernel reads and writes that sums the gradient of a bias: 0 where there is none."""
+    bias = BIASES.get(call.op.target)
+    if bias is None or bias not in wanted:
+        return 0.0
+    return _bytes(call.results) + call.operands[bias].num_bytes
+
+
 def view_gradient_bytes(call: LocalCall, wanted: Sequence[int]) -> float:
     return _bytes(call.results) + _bytes([call.operands[i] for i in wanted]) if wanted else 0.0
 
@@ -173,7 +187,8 @@ def traffic(
     if not wanted:
         return forward, 0.0
     if target in PRODUCTS or target in CONVOLUTIONS or target in ATTENTION:
-        return forward, len(wanted) * made + _bytes(operands) + gradients
+        factors = [i for i in wanted if i != BIASES.get(target)]
+        return forward, len(factors) * made + _bytes(operands) + gradients
     if target in PASSES_ON:
         broadcast = [
             operands[i] for i in wanted if operands[i].num_elements != results[0].num_elements

@@ -63,9 +63,9 @@ def test_an_audit_says_what_was_not_measured() -> None:
     products = [
         f"product {size} in float32" for size in ("8 x 16 x 64", "64 x 8 x 16", "8 x 64 x 16")
     ]
-    # the backward of down reads 512 B for each of three operands, their 6208 B, and writes their
-    # gradients
-    memory = "14 kB read and written at once (measured: 2 kB)"
+    # the products of down's backward read 512 B each, the 6208 B of its operands, and write the
+    # gradients of these
+    memory = "13.4 kB read and written at once (measured: 2 kB)"
     optimizer = "the optimizer's pass, whatever its size (by the rate of memory)"
     assert cost.extrapolated == (*products, memory, optimizer)
     assert f"  beyond what was measured: {', '.join(products)} and 2 more" in str(cost)

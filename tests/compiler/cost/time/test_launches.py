@@ -37,9 +37,13 @@ class Net(nn.Module):
 
 
 def body(queue_s: float, **options: bool) -> BodyTime:
+    return body_of(Net(**options), queue_s)
+
+
+def body_of(model: nn.Module, queue_s: float) -> BodyTime:
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
     x = torch.zeros(1000, 1000)
-    graph = trace(Net(**options), {"x": x})
+    graph = trace(model, {"x": x})
     program = compile_graph(graph, find_policy("dp").apply, config, policy_name="dp").program
     assert isinstance(program, Program)
     device = replace(DEVICE, queue_s=(queue_s, queue_s))
@@ -70,3 +74,23 @@ def test_a_slow_host_is_waited_for_at_every_operator() -> None:
     found = body(2 * PRODUCT_S, product_last=True)
     assert found.forward_s == pytest.approx(11 * 2 * PRODUCT_S, rel=1e-4)
     assert found.forward_s + found.backward_s == pytest.approx(22 * 2 * PRODUCT_S, rel=1e-4)
+
+
+def test_kernels_that_sum_gradients_are_launched() -> None:
+    """The gradient of a bias and that of a value which two operators read have one each."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            return (x + self.down(x)).sum()
+
+    found = body_of(Biased(), 2 * PRODUCT_S)
+    # Two products, an addition and a sum.
+    assert found.forward_s == pytest.approx(4 * 2 * PRODUCT_S, rel=1e-3)
+    # An addition's backward launches nothing. Of the other six launches three sum gradients: of two
+    # biases, and of ``x`` behind ``up``. Behind the last one comes the gradient of a weight.
+    assert found.backward_s == pytest.approx(6 * 2 * PRODUCT_S + PRODUCT_S, rel=1e-3)

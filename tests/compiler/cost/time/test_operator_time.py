@@ -218,6 +218,18 @@ def test_gradients_of_values_that_are_read_twice_are_added_up() -> None:
         assert op_time(summed, assignment, mesh, REAL, times) == OpTime(1.0, 2.0 + seconds)
 
 
+def test_the_gradient_of_a_bias_is_summed_by_a_kernel_of_its_own() -> None:
+    """It reads what came in, beside products whose arithmetic takes longer than their traffic."""
+    x, weight, bias = randn(64, 32), randn(128, 32), randn(128)
+    frozen = bias.detach()
+    plain, biased = (timed(F.linear, x, weight, b, hardware=REAL) for b in (frozen, bias))
+    summed_s = 4 * (64 * 128 + 128) / REAL.device.bytes_per_s
+    assert biased.forward_s == plain.forward_s
+    assert biased.backward_s == pytest.approx(plain.backward_s + summed_s)
+    added = [timed(torch.addmm, b, x, weight.t(), hardware=REAL) for b in (frozen, bias)]
+    assert added[1].backward_s == pytest.approx(added[0].backward_s + summed_s)
+
+
 def test_products_fetch_before_they_compute() -> None:
     op, _ = example_op((F.linear, (randn(4, 16), randn(32, 16))))
     fetching = replace(SLOW_MATH, device=replace(SLOW_MATH.device, fetch_bytes_per_s=1e6))

@@ -310,6 +310,8 @@ class CheckpointSave:
         """Whether the process of another rank is seen to have ended. ``processes``: what is known
         of them, to be added to.
         """
+        if rank not in processes and (known := self._world.process_of(rank)) is not None:
+            processes[rank] = known
         if rank and rank not in processes:
             # There is no such file yet, or it is being written.
             with contextlib.suppress(OSError, ValueError):

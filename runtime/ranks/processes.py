@@ -100,6 +100,10 @@ class Roll:
         if 0 < len(unknown) <= _MANY_RANKS:
             self._known |= answered(lambda: self._read(unknown), Wait(_ASKING), self._rank)
 
+    def known(self, rank: int) -> Process | None:
+        """The process of a rank, if it has been learnt. Nothing is asked for it."""
+        return self._known.get(rank)
+
     def say_failed(self, failure: Failure) -> None:
         """Tell other ranks, which will miss this one, why it fails."""
         text = json.dumps(asdict(failure))

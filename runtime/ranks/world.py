@@ -30,7 +30,7 @@ from shardwright.runtime.ranks.hub import in_words
 from shardwright.runtime.ranks.late import Failure, key_of
 from shardwright.runtime.ranks.messages import Messages, MessageTransport
 from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
-from shardwright.runtime.ranks.processes import Roll, answered
+from shardwright.runtime.ranks.processes import Process, Roll, answered
 from shardwright.runtime.ranks.transport import Transport
 from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout, timeout_of
 
@@ -137,6 +137,10 @@ class World(ABC):
     def working(self) -> AbstractContextManager[object]:
         """Around work that takes its time, for worlds whose ranks would be given up meanwhile."""
         return nullcontext()
+
+    def process_of(self, rank: int) -> Process | None:
+        """The process of another rank, where this one has learnt of it."""
+        return None
 
     def telling_errors(self) -> AbstractContextManager[None]:
         """Around a call of a module: whoever misses this rank is told the error with which the call
@@ -348,6 +352,10 @@ class DistributedWorld(World):
             for ranks, found in transports
             if isinstance(found, ProcessGroupTransport)
         }
+
+    def process_of(self, rank: int) -> Process | None:
+        """See :meth:`World.process_of`."""
+        return self._roll.known(rank)
 
     def telling_errors(self) -> AbstractContextManager[None]:
         """See :meth:`World.telling_errors`."""

@@ -212,7 +212,9 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
     backward = max(backward_flops_s, device.pass_s(target, backward_bytes, 1))
     backward = _at_least(backward, device, bool(wanted) and backward_bytes > 0)
     bias_bytes = bias_gradient_bytes(call, wanted)
-    return OpTime(forward, backward + _at_least(device.memory_s(bias_bytes), device, bias_bytes > 0))
+    return OpTime(
+        forward, backward + _at_least(device.memory_s(bias_bytes), device, bias_bytes > 0)
+    )
 
 
 def _at_least(seconds: float, device: Device, runs: bool) -> float:

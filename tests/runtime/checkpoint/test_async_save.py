@@ -20,7 +20,7 @@ from shardwright.runtime.checkpoint import snapshot
 from shardwright.runtime.errors import CheckpointError, FileError
 from shardwright.runtime.ranks.processes import Process
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.waiting import Wait
 
 PLAN = ("tp", 2, 4)
@@ -113,19 +113,23 @@ def test_errors_surface(tmp_path, monkeypatch, when):
 
 
 @pytest.mark.parametrize(
-    ("is_seen_to_be_gone", "why"),
+    ("known_from", "why"),
     [
-        (False, r"for 0.2 s there was no sign of life of ranks \[1\]"),
-        (True, r"rank 1 \(process \d+ on .*\) is gone, and its part is missing"),
+        ("nothing", r"for 0.2 s there was no sign of life of ranks \[1\]"),
+        ("its file", r"rank 1 \(process \d+ on .*\) is gone, and its part is missing"),
+        ("the job", r"rank 1 \(process \d+ on .*\) is gone, and its part is missing"),
     ],
 )
-def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch, is_seen_to_be_gone, why):
+def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch, known_from, why):
     """Where the directory is not shared, or a rank is gone, rank 0 gives up in words; at once where
-    it can see that the process has ended.
+    it can see that the process has ended, by the file of the rank or by what the job knows of it.
     """
-    if is_seen_to_be_gone:
-        ended = replace(Process.own(), started=0)
+    ended = replace(Process.own(), started=0)
+    if known_from == "its file":
         monkeypatch.setattr(saving.Process, "own", lambda: ended)
+    elif known_from == "the job":
+        monkeypatch.setattr(saving.CheckpointSave, "give_sign", lambda self: None)
+        monkeypatch.setattr(World, "process_of", lambda self, rank: ended if rank else None)
     else:
         monkeypatch.setattr(saving, "Wait", lambda what, limit_s=0.2: Wait(what, limit_s))
 

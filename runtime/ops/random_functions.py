@@ -69,3 +69,13 @@ def add_function(
         level = below
     assert level._function is None, f"{path} is declared twice"
     level._function, level._draw, level._layout = function, draw, layout
+
+
+def replace_functions(
+    level: RandomFunctions, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Let ``replaced(function)`` draw in the place of every function of a level and below it."""
+    if level._function is not None:
+        level._function = replaced(level._function)
+    for below in level._below.values():
+        replace_functions(below, replaced)

@@ -30,6 +30,7 @@ from shardwright.frontend.verification.outside.typed_moves import moved
 from shardwright.runtime import ops
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ops.random_functions import replace_functions
 
 # What generated code calls that is no part of the program: checks of arguments.
 spmd.register_no_typecheck(ParallelModule.check_inputs)
@@ -101,13 +102,22 @@ class TypedCalls(TorchFunctionMode):
             yield
 
     def wrap(self, namespace: ModuleType, module: Any) -> None:
-        """Let the operators of ours that a generated file has imported follow their rules."""
+        """Let the operators of ours that a generated file has imported follow their rules, and
+        those that its module draws random numbers with.
+        """
         if getattr(namespace, "stacked", None) is ops.stacked:
             setattr(namespace, "stacked", self.stacked)  # noqa: B010
         for name, function in list(vars(namespace).items()):
             known = name in typed_operators.RULES and getattr(ops, name, None) is function
             if known and function is not None:
                 setattr(namespace, name, self._following(name, function))
+        names = {getattr(ops, name, None): name for name in typed_operators.RULES}
+        replace_functions(
+            module.random,
+            lambda function: (
+                self._following(names[function], function) if function in names else function
+            ),
+        )
 
     def stacked(self, tensors: Sequence[Tensor], dim: int = 0, *, shape: Sequence[int]) -> Tensor:
         """Elements as one tensor. Which axes deal them out is read from the comment."""

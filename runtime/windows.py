@@ -172,9 +172,14 @@ class Hop:
         return sum(length(common(have, self.want[member])) for have in owners)
 
 
-@functools.lru_cache(maxsize=4096)
 def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
-    """The exchanges of the rank at ``index``, one for each axis, major to minor.
+    """The exchanges of the rank at ``index``, one for each axis, major to minor."""
+    return _hops_of_all(edge)[index]
+
+
+@functools.lru_cache(maxsize=1024)
+def _hops_of_all(edge: Edge) -> dict[tuple[int, ...], tuple[Hop, ...]]:
+    """The exchanges of every rank, one for each axis, major to minor.
 
     What lies on a rank with other indices along several axes comes in as many hops: along the
     first axis to the rank that shares all other indices with its owner, and so on. So no group of
@@ -183,7 +188,7 @@ def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
     ranks = edge.ranks
     have: dict[tuple[int, ...], Spans] = {rank: edge.held(rank) for rank in ranks}
     wanted = {rank: edge.wanted(rank) for rank in ranks}
-    found = []
+    found: dict[tuple[int, ...], list[Hop]] = {rank: [] for rank in ranks}
     for axis, num_ranks in enumerate(edge.nums_ranks):
         last = axis == len(edge.nums_ranks) - 1
         # Before the last hop a rank takes what all ranks want that it passes something on to. In
@@ -197,15 +202,14 @@ def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
         after = {}
         for rank in ranks:
             members = [(*rank[:axis], i, *rank[axis + 1 :]) for i in range(num_ranks)]
-            if rank == index:
-                found.append(
-                    Hop(axis, tuple(have[m] for m in members), tuple(need[m] for m in members))
-                )
+            found[rank].append(
+                Hop(axis, tuple(have[m] for m in members), tuple(need[m] for m in members))
+            )
             after[rank] = merged(
                 span for member in members for span in common(have[member], need[rank])
             )
         have = after
-    return tuple(found)
+    return {rank: tuple(own) for rank, own in found.items()}
 
 
 @functools.lru_cache(maxsize=4096)

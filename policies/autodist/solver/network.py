@@ -161,6 +161,10 @@ class Network:
         return inner
 
 
+FORBIDDEN = 1e300
+"""What stands for infinite where a difference is needed; no cost comes near."""
+
+
 def _never() -> bool:
     return False
 
@@ -390,9 +394,7 @@ def _undominated(
     excess = cost[None, :] - cost[:, None]
     for edge in edges:
         if id(edge) not in worst:
-            with np.errstate(invalid="ignore"):
-                difference = edge[None, :, :] - edge[:, None, :]  # [s, t, other]
-            worst[id(edge)] = np.where(np.isinf(edge)[:, None, :], -np.inf, difference).max(axis=2)
+            worst[id(edge)] = _most_above(edge)
         with np.errstate(invalid="ignore"):
             excess = excess + worst[id(edge)]
     # -inf + inf: s is forbidden with one neighbour's strategies, t with another's; neither replaces
@@ -405,6 +407,32 @@ def _undominated(
     for strategy in range(len(cost)):  # one after another: what replaces it must still be there
         left[strategy] = not (replaces[strategy] & left).any()
     return left
+
+
+def _most_above(edge: Array) -> Array:
+    """``[s, t]``: the most that row t is above row s, where s is allowed.
+
+    Strategies that ask for the same layouts have the same rows and columns: each is compared once.
+    """
+    rows, row_of = _distinct(edge)
+    columns, _ = _distinct(rows.T)
+    own = columns.T
+    # Of forbidden pairs alone the difference has no value: a strategy that is forbidden itself is
+    # as far below as can be.
+    above = np.where(np.isinf(own), FORBIDDEN, own)
+    found = (above[None, :, :] - own[:, None, :]).max(axis=2)  # of [s, t, other]
+    found[found > FORBIDDEN / 2] = np.inf
+    most: Array = found[np.ix_(row_of, row_of)]
+    return most
+
+
+def _distinct(table: Array) -> tuple[Array, list[int]]:
+    """The rows of a table that differ, and which of these each row is."""
+    numbers: dict[bytes, int] = {}
+    row_of = [numbers.setdefault(row.tobytes(), len(numbers)) for row in table]
+    first = np.zeros(len(numbers), dtype=np.intp)
+    first[row_of[::-1]] = np.arange(len(row_of))[::-1]
+    return table[first], row_of
 
 
 def _fold(network: Network) -> None:

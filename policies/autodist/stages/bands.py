@@ -31,16 +31,22 @@ class Band:
     def __init__(self, num_blocks: int, width: int) -> None:
         self.width, self.stops = width, np.arange(num_blocks + 1)
         starts = self.stops - width + np.arange(width)[:, None]
-        self._is_stage = starts >= 0
+        self._is_none = starts < 0
         self.starts = np.maximum(starts, 0)  # ``[row, stop]``, 0 where there is none
+        # Where each stage is in a table read row by row, and where it starts in a column that has
+        # one entry more, for no stage.
+        self._in_table = self.starts * (num_blocks + 1) + self.stops
+        self._in_column = np.where(self._is_none, num_blocks + 1, self.starts)
 
     def of(self, table: Array, outside: float = np.inf) -> Array:
         """The band of a table ``[start, stop]``; ``outside``: what stands for no stage."""
-        return np.where(self._is_stage, table[self.starts, self.stops], outside)
+        found: Array = table.take(self._in_table)
+        found[self._is_none] = outside
+        return found
 
     def at_start(self, column: Array) -> Array:
         """``[row, stop]``: the entry of a column ``[block]`` at which the stage starts."""
-        return np.where(self._is_stage, column[self.starts], np.inf)
+        return np.append(column, np.inf).take(self._in_column)
 
 
 @functools.lru_cache(maxsize=256)

@@ -87,7 +87,7 @@ class _Flow:
     places: tuple[int, ...]
     reaches: dict[int, list[_Reach]]
 
-    @property
+    @functools.cached_property
     def first(self) -> int:
         """The block behind the one that makes it."""
         return min(self.reaches)
@@ -173,11 +173,8 @@ class Messages:
             lies = tier_groups(self.walks[placement].setting.hardware, (*before, *own))
             if lies not in known:
                 there, back = (
-                    self._table(
-                        functools.partial(
-                            self._crossing_s, placement, placement, before, own, reverse
-                        ),
-                        only_fresh=True,
+                    self._crossing_table(
+                        placement, placement, before, own, reverse, only_fresh=True
                     )
                     for reverse in (False, True)
                 )
@@ -226,8 +223,9 @@ class Messages:
     def _priced(
         self, before: int, after: int, here: tuple[int, ...], there: tuple[int, ...]
     ) -> Boundary:
-        way = self._table(functools.partial(self._crossing_s, before, after, here, there, False))
-        back = self._table(functools.partial(self._crossing_s, before, after, here, there, True))
+        way, back = (
+            self._crossing_table(before, after, here, there, reverse) for reverse in (False, True)
+        )
         sent, taken = self._sent(before), self._taken(before, after)
         return Boundary(way, back, sent, taken, way + back + (sent + taken).sum(axis=-1))
 
@@ -245,22 +243,48 @@ class Messages:
             )
         return self._adapters[before, after]
 
-    def _table(
+    def _crossing_table(
         self,
-        seconds: Callable[[int, _Reach], float | Array],
-        shape: tuple[int, ...] = (),
+        before: int,
+        after: int,
+        here: tuple[int, ...],
+        there: tuple[int, ...],
+        reverse: bool,
         *,
         only_fresh: bool = False,
     ) -> Array:
+        """``[start, stop]``: the seconds of the messages with all values that a stage reads, or
+        with their gradients. ``only_fresh``: only of what the block before the stage has made.
+        """
+        num_blocks = len(self.starts)
+        table = np.zeros((num_blocks + 1, num_blocks + 1))
+        crossing_s = functools.partial(self._crossing_s, before, after, here, there, reverse)
+        is_one_mesh = self.walks[before].mesh == self.walks[after].mesh
+        for index, flow in enumerate(self._flows):
+            starts = [flow.first] if only_fresh else flow.reaches
+            if is_one_mesh:
+                # A value is received as it is sent, whatever of it the stage reads.
+                seconds = crossing_s(index, flow.reaches[flow.first][0])
+                for start in starts if seconds else ():
+                    table[start, flow.reaches[start][0].block + 1 :] += seconds
+                continue
+            for start in starts:
+                reaches = flow.reaches[start]
+                ends = [reach.block for reach in reaches[1:]] + [num_blocks]
+                for reach, end in zip(reaches, ends, strict=True):
+                    table[start, reach.block + 1 : end + 1] += crossing_s(index, reach)
+        return table
+
+    def _table(
+        self, seconds: Callable[[int, _Reach], float | Array], shape: tuple[int, ...] = ()
+    ) -> Array:
         """``[start, stop]`` of the seconds, ``shape`` of them, of every flow that a stage reads so
-        much of, added up. ``only_fresh``: only of what the block before the stage has made.
+        much of, added up.
         """
         num_blocks = len(self.starts)
         table = np.zeros((num_blocks + 1, num_blocks + 1, *shape))
         for index, flow in enumerate(self._flows):
             for start, reaches in flow.reaches.items():
-                if only_fresh and start > flow.first:
-                    continue
                 ends = [reach.block for reach in reaches[1:]] + [num_blocks]
                 for reach, end in zip(reaches, ends, strict=True):
                     table[start, reach.block + 1 : end + 1] += seconds(index, reach)

@@ -33,7 +33,7 @@ can be saved is free as soon as a stage has to compute something again.
 @dataclass(frozen=True)
 class _Banded:
     """The tables of a :class:`Least` within a band. ``first``: by microbatches in flight, the
-    seconds and the savings of what must be computed again, and whether stages fit.
+    seconds and the savings of what must be computed again.
     """
 
     band: Band
@@ -43,7 +43,7 @@ class _Banded:
     once_s: Array
     held: Array
     kept: Array
-    first: Mapping[int, tuple[Array, Array, Array]]
+    first: Mapping[int, tuple[Array, Array]]
     crossings: Crossings
 
 
@@ -99,36 +99,38 @@ class Least:
         self._banded: _Banded | None = None
 
     def priced(self, stage: int, counts: Array, band: Band) -> Array:
-        """What the parts of a stage take at least, ``counts`` of each; infinite where it does not
-        fit.
+        """What the parts of a stage take at least, ``counts`` of each, if it ``fits``; of others
+        the entries mean nothing.
         """
         of = self._within(band)
         forwards, inputs, weights, once, held, kept, there, back = counts.tolist()
         whole = (
             min(inputs, weights) * of.backward_s + self._more(stage, inputs, weights) * of.input_s
         )
-        first_s, first_saved, fits = of.first[self._counts[stage]]
+        first_s, first_saved = of.first[self._counts[stage]]
+        backward = whole
         # Blocks of fine chains are never computed again: there is nothing to sum.
-        time_s, saved = np.zeros(()), np.zeros(())
         if self._again_s.shape[1] > 1:
             time_s, saved = (_sums(amounts, band) for amounts in self._best(inputs, kept))
-        again = inputs * (of.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
-            saved, first_saved
-        )
-        # One with something computed again is not split.
-        backward = np.where(first_s > 0, again, np.minimum(whole, again))
+            again = inputs * (of.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
+                saved, first_saved
+            )
+            # One with something computed again is not split.
+            backward = np.where(first_s > 0, again, np.minimum(whole, again))
         rest = forwards * of.forward_s + once * of.once_s + held * of.held + kept * of.kept
         if of.crossings and (there or back):
             there_s, back_s = of.crossings[stage]
             rest = rest + there * there_s + back * back_s
-        return np.where(fits, rest + backward, np.inf)
+        found: Array = rest + backward
+        return found
 
     def _within(self, band: Band) -> _Banded:
         """The tables within a band. Only those of the latest are kept: bands get narrower."""
         if self._banded is None or self._banded.band is not band:
-            first = {}
-            for count, both, fits in zip(self._counts, self.first, self.fits, strict=True):
-                first[count] = band.of(both[0], 0.0), band.of(both[1], 0.0), band.of(fits, False)
+            first: dict[int, tuple[Array, Array]] = {}
+            for count, both in zip(self._counts, self.first, strict=True):
+                if count not in first:
+                    first[count] = band.of(both[0], 0.0), band.of(both[1], 0.0)
             self._banded = _Banded(
                 band,
                 band.of(self.forward_s, 0.0),

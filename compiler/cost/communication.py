@@ -6,6 +6,7 @@ elements, so each sends 2 * 3/4 * 100 = 150; all-gathering 100 elements from pie
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -46,26 +47,41 @@ def elements_sent(
 
     Each rank holds ``before`` elements before the step and ``after`` elements behind it.
     """
+    forwards, backwards = _coefficients(kind, backward, num_ranks)
+    return (
+        forwards[0] * before + forwards[1] * after,
+        backwards[0] * before + backwards[1] * after,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _coefficients(
+    kind: str, backward: str | None, num_ranks: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What a rank sends forward and backward, each as shares of the elements before and behind a
+    step.
+    """
     # A ring of n ranks has n - 1 rounds, and in each a rank sends 1/n of the whole tensor.
     share = (num_ranks - 1) / num_ranks
+    nothing = (0.0, 0.0)
     forwards = {
-        "all_gather": share * after,
-        "reduce_scatter": share * before,
-        "all_reduce": 2 * share * after,
-        "all_to_all": share * before,
+        "all_gather": (0.0, share),
+        "reduce_scatter": (share, 0.0),
+        "all_reduce": (0.0, 2 * share),
+        "all_to_all": (share, 0.0),
     }
     # The gradient goes the other way: it has ``after`` elements when it comes in.
     backwards = {
-        "all_gather": share * before,
-        "reduce_scatter": share * after,
-        "all_reduce": 2 * share * before,
+        "all_gather": (share, 0.0),
+        "reduce_scatter": (0.0, share),
+        "all_reduce": (2 * share, 0.0),
     }
     # ``grad_all_reduce`` and ``reduce_scatter`` have one backward each; the others name theirs.
     backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(
         kind, backward
     )
-    back = share * before if kind == "all_to_all" else backwards.get(backward_kind or "", 0.0)
-    return forwards.get(kind, 0.0), back
+    back = (share, 0.0) if kind == "all_to_all" else backwards.get(backward_kind or "", nothing)
+    return forwards.get(kind, nothing), back
 
 
 def steps_elements(

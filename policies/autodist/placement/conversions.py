@@ -18,21 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.kept_weights import VIEWS
 from shardwright.compiler.passes.copy_trees import (
     MAX_EXACT,
-    STEP_WEIGHT,
     best_tree,
     tree_weights,
     trees,
-    weight,
 )
 from shardwright.compiler.plan.conversion import GATHERS, convert
-from shardwright.compiler.plan.patterns import Form, Patterns
-from shardwright.policies.autodist.placement.pattern_steps import Pieces, StepPrices
+from shardwright.policies.autodist.placement.routes import Route, Routes, Traits
 from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Seconds
 from shardwright.runtime.layout import Mesh
 
@@ -94,45 +90,84 @@ class StepTime:
         return self.forward_s if self.gathers and self.is_kept else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from
-    the first gather on.
-    ``regathered_s``: of gathering a kept weight once more.
+@dataclass(frozen=True, eq=False)
+class _Prices:
+    """Conversions of some pairs of layouts, ``[pair]``: their weights among trees, and their
+    seconds. ``gathered_s``: of the forward, from the first gather on. ``regathered_s``: of
+    gathering a kept weight once more.
     """
 
-    weight: float
-    forward_s: float
-    backward_s: float
-    gathered_s: float
-    regathered_s: float
-    gathers: bool
+    weights: Seconds
+    forward_s: Seconds
+    backward_s: Seconds
+    gathered_s: Seconds
+    regathered_s: Seconds
+    gathers: npt.NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, weight: float, steps: Sequence[StepTime]) -> _Pair:
-        # One pass over the steps, as a mesh of two axes has tens of thousands of conversions. From
-        # the first gather on, what comes of it is not kept for backward, but made again.
-        forward_s = backward_s = gathered_s = 0.0
-        gathers = False
-        for step in steps:
-            gathers = gathers or step.gathers
-            forward_s += step.forward_s
-            backward_s += step.backward_s
-            if gathers:
-                gathered_s += step.forward_s
-        regathered_s = sum(step.regathered_s for step in kept_steps(steps)) if gathers else 0.0
-        return cls(weight, forward_s, backward_s, gathered_s, regathered_s, gathers)
-
-    def seconds(self, kind: ValueType, *, inside: bool = False) -> float:
+    def seconds(self, kind: ValueType, *, inside: bool = False) -> Seconds:
         """Per step. ``inside``: of a copy made where everything is computed again."""
-        again_s = 0.0
+        again_s = np.zeros(())
         if kind.again is Again.ALL or (kind.again is Again.FROM_GATHERS and inside):
             again_s = self.forward_s
         elif kind.again is Again.FROM_GATHERS:
             again_s = self.gathered_s
         elif kind.is_kept:
             again_s = self.regathered_s
-        return kind.microbatches * (self.forward_s + again_s + self.backward_s)
+        found: Seconds = kind.microbatches * (self.forward_s + again_s + self.backward_s)
+        return found
+
+
+@dataclass(eq=False)
+class _Steps:
+    """What each step takes on the ranks of a mesh, by number, ``[step]``; the last one is none,
+    which takes nothing. ``is_kept``: of a weight, as of :class:`StepTime`.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    gathers: npt.NDArray[np.bool_]
+    is_kept: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, kinds: Sequence[str], times: Sequence[OpTime]) -> _Steps:
+        return cls(
+            np.array([*(time.forward_s for time in times), 0.0]),
+            np.array([*(time.backward_s for time in times), 0.0]),
+            np.array([*(kind in GATHERS for kind in kinds), False]),
+            np.array([*map(_keeps, kinds), True]),
+        )
+
+    def added_up(self, kind: ValueType, routes: Sequence[Route]) -> _Prices:
+        """The routes of values of one kind: their steps one after the other."""
+        longest, nothing = max((len(route.steps) for route in routes), default=0), [-1]
+        rows = [[*route.steps, *nothing * (longest - len(route.steps))] for route in routes]
+        steps = np.array(rows, dtype=np.int64).reshape(len(routes), longest)  # [pair, place]
+        forward_s = self.forward_s[steps]
+        backward_s = self.backward_s[steps] * float(kind.has_backward)
+        # From the first gather on, what comes of it is not kept for backward, but made again.
+        gathers = self.gathers[steps]
+        since = np.logical_or.accumulate(gathers, axis=1)
+        regathered_s = np.zeros_like(forward_s)
+        if kind.is_weight:
+            # The last steps, as far as what keeps the result keeps what they make.
+            kept = np.logical_and.accumulate(self.is_kept[steps][:, ::-1], axis=1)[:, ::-1]
+            regathered_s = np.where(kept & gathers, forward_s, 0.0)
+        return _Prices(
+            np.array([route.weight for route in routes]),
+            _sums(forward_s),
+            _sums(backward_s),
+            _sums(np.where(since, forward_s, 0.0)),
+            _sums(regathered_s),
+            np.asarray(gathers.any(axis=1)),
+        )
+
+
+def _sums(values: Seconds) -> Seconds:
+    """``[pair, place]``, added up one place after the other, as a program's steps are."""
+    total = np.zeros(len(values))
+    for column in values.T:
+        total = total + column
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,20 +184,24 @@ class _Table:
 
 
 class Conversions:
-    """Prices on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
+    """Prices on one mesh. ``ranks``: the global ranks the mesh lies on, in its order. ``routes``:
+    those of the mesh, shared with other ranks that it lies on.
+    """
 
     def __init__(
-        self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        hardware: Hardware,
+        layouts: LayoutTable,
+        routes: Routes | None = None,
     ) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
-        self._pairs: dict[Hashable, dict[tuple[int, int], _Pair]] = {}
+        self.routes = routes or Routes(mesh, layouts)
+        self._times: list[OpTime] = []  # of steps, by number
+        self._steps: _Steps | None = None
         self._tables: dict[Hashable, _Table] = {}
-        self._prices: dict[Hashable, StepPrices] = {}
         self._names: dict[int, str] = {}
-        self._forms: dict[tuple[int, bool], Form] = {}
-        self._shapes: dict[int, tuple[int, ...]] = {}
-        self._sizes = dict(mesh.axes)
-        self.patterns = Patterns(mesh)
 
     def seconds(
         self, kind: ValueType, sources: Sequence[int], sets: Sequence[LayoutSet]
@@ -198,12 +237,19 @@ class Conversions:
     def exact(self, kind: ValueType, source: int, goals: LayoutSet) -> float:
         """Seconds of making a value in all of some layouts, however many."""
         tree = self.tree(kind, source, goals)
-        pairs = {goal: self._pair(kind, start, goal) for goal, start in tree.items()}
+        prices = self._priced(kind, [(start, goal) for goal, start in tree.items()])
+        gathers = dict(zip(tree, prices.gathers.tolist(), strict=True))
 
         def inside(goal: int) -> bool:
-            return goal in tree and (pairs[goal].gathers or inside(tree[goal]))
+            return goal in tree and (gathers[goal] or inside(tree[goal]))
 
-        return sum(pairs[goal].seconds(kind, inside=inside(start)) for goal, start in tree.items())
+        outside_s, inside_s = (
+            prices.seconds(kind, inside=where).tolist() for where in (False, True)
+        )
+        total = 0.0
+        for start, once_s, again_s in zip(tree.values(), outside_s, inside_s, strict=True):
+            total += again_s if inside(start) else once_s
+        return total
 
     def tree(self, kind: ValueType, source: int, goals: Iterable[int]) -> dict[int, int]:
         """Every layout to be made, to the one it is made from."""
@@ -223,7 +269,8 @@ class Conversions:
 
     def steps(self, kind: ValueType, source: int, goal: int) -> tuple[StepTime, ...]:
         """The adapters of one conversion, one after the other."""
-        return self._weighed(kind, source, goal)[1]
+        (route,) = self.routes.of(_traits(kind), [(source, goal)])
+        return self.times_of(kind, route)
 
     def gathers(self, kind: ValueType, source: int, goal: int) -> bool:
         """Whether a conversion gathers pieces."""
@@ -249,113 +296,58 @@ class Conversions:
             # ``[from, to]``: the weight that lowering chooses by, the seconds, and whether a weight
             # is gathered.
             size = len(universe)
-            weights, seconds, gathers = (
-                np.full((size, size), np.nan),
-                np.full((size, size), np.nan),
-                np.zeros((size, size), dtype=bool),
-            )
+            weights, seconds = np.full((size, size), np.nan), np.full((size, size), np.nan)
+            gathers = np.zeros((size, size), dtype=bool)
             for known in (weights, seconds):
                 np.fill_diagonal(known, 0.0)
             inside = np.zeros((size, size)) if kind.again is Again.FROM_GATHERS else None
-            for i, source in enumerate(universe):
-                for j, goal in enumerate(universe):
-                    if i != j and source in starts and goal in goals:
-                        pair = self._pair(kind, source, goal)
-                        weights[i, j], seconds[i, j], gathers[i, j] = (
-                            pair.weight,
-                            pair.seconds(kind),
-                            pair.gathers,
-                        )
-                        if inside is not None:
-                            inside[i, j] = pair.seconds(kind, inside=True)
+            places = [
+                (i, j)
+                for i, source in enumerate(universe)
+                if source in starts
+                for j, goal in enumerate(universe)
+                if i != j and goal in goals
+            ]
+            if places:
+                prices = self._priced(kind, [(universe[i], universe[j]) for i, j in places])
+                at = tuple(np.array(places, dtype=np.int64).T)
+                weights[at], gathers[at] = prices.weights, prices.gathers
+                seconds[at] = prices.seconds(kind)
+                if inside is not None:
+                    inside[at] = prices.seconds(kind, inside=True)
             found = self._tables[key] = _Table(
                 {g: i for i, g in enumerate(universe)}, weights, seconds, inside, gathers
             )
         return found
 
-    def _pair(self, kind: ValueType, source: int, goal: int) -> _Pair:
-        pairs = self._pairs.setdefault(
-            (kind.dtype, kind.differentiable, kind.is_weight, kind.takes_gradient), {}
-        )
-        found = pairs.get((source, goal))
-        if found is None:
-            found = pairs[source, goal] = _Pair.of(*self._weighed(kind, source, goal))
-        return found
+    def _priced(self, kind: ValueType, pairs: Sequence[tuple[int, int]]) -> _Prices:
+        """The conversions of some pairs of layouts, from and to."""
+        routes = self.routes.of(_traits(kind), pairs)
+        self._time_steps()
+        assert self._steps is not None
+        return self._steps.added_up(kind, routes)
 
-    def _weighed(
-        self, kind: ValueType, source: int, goal: int
-    ) -> tuple[float, tuple[StepTime, ...]]:
-        """The weight of a conversion, and its steps."""
-        forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
-        # Patterns know places, not which rows are left out.
-        dense = self.layouts[source].density is None
-        is_static = forms[0].is_static and forms[1].is_static
-        return (self._priced if dense and is_static else self._converted)(kind, source, goal)
+    def times_of(self, kind: ValueType, route: Route) -> tuple[StepTime, ...]:
+        """The adapters of a route, one after the other."""
+        self._time_steps()
+        found = []
+        for number in route.steps:
+            name, time = self.routes.steps[number].kind, self._times[number]
+            backward_s = time.backward_s if kind.has_backward else 0.0
+            is_kept = kind.is_weight and _keeps(name)
+            found.append(StepTime(time.forward_s, backward_s, name in GATHERS, is_kept))
+        return tuple(found)
 
-    def _converted(
-        self, kind: ValueType, source: int, goal: int
-    ) -> tuple[float, tuple[StepTime, ...]]:
-        """Step by step; for layouts with sizes that are not known yet."""
-        steps = convert(
-            self.layouts[source], self.layouts[goal], self.mesh, differentiable=kind.differentiable
-        )
-        times = []
-        for step in steps:
-            time = step_time(
-                step,
-                kind.dtype,
-                self.mesh,
-                self.ranks,
-                self.hardware,
-                differentiable=kind.differentiable,
-            )
-            times.append(_step(kind, step.kind, time.forward_s, time.backward_s))
-        return weight(steps, self.mesh, takes_gradient=kind.has_backward), tuple(times)
-
-    def _priced(
-        self, kind: ValueType, source: int, goal: int
-    ) -> tuple[float, tuple[StepTime, ...]]:
-        """The costs of a conversion, from the pattern of the pair instead of the pair itself."""
-        differentiable = kind.differentiable
-        # Conversions of the same kind differ in sizes only: pattern first, then its price for this
-        # tensor.
-        places, steps = self.patterns.steps(
-            self._form(source, differentiable), self._form(goal, differentiable)
-        )
-        key = (self._shape(source), places.number, kind.dtype, kind.has_backward)
-        prices = self._prices.get(key)
-        if prices is None:
-            tensor = Pieces(key[0], places.keys, self._sizes)
-            prices = self._prices[key] = StepPrices(
-                tensor,
-                kind.dtype,
-                self.mesh,
-                self.ranks,
-                self.hardware,
-                differentiable=kind.has_backward,
-            )
-        found = [prices.of(step) for step in steps]
-        times = tuple(
-            _step(kind, step.kind, *price[1:]) for step, price in zip(steps, found, strict=True)
-        )
-        return sum(price[0] for price in found) + STEP_WEIGHT * len(
-            steps
-        ), times  # added as lowering does, for equal ties
-
-    def _form(self, layout: int, differentiable: bool) -> Form:
-        found = self._forms.get((layout, differentiable))
-        if found is None:
-            form = self.patterns.form(self.layouts[layout], differentiable=differentiable)
-            found = self._forms[layout, differentiable] = form
-        return found
-
-    def _shape(self, layout: int) -> tuple[int, ...]:
-        found = self._shapes.get(layout)
-        if found is None:
-            found = self._shapes[layout] = tuple(
-                round(estimate(size)) for size in self.layouts[layout].shape
-            )
-        return found
+    def _time_steps(self) -> None:
+        """Time the steps that routes have met since the last call."""
+        first = len(self._times)
+        if self._steps is None or first < len(self.routes.steps):
+            further = range(first, len(self.routes.steps))
+            self._times += [
+                self.routes.time(number, self.ranks, self.hardware) for number in further
+            ]
+            kinds = [step.kind for step in self.routes.steps]
+            self._steps = _Steps.of(kinds, self._times)
 
     def _name(self, layout: int) -> str:
         """What lowering orders layouts by."""
@@ -415,10 +407,14 @@ def _computed_again(parents: Ids, gathers: npt.NDArray[np.bool_]) -> npt.NDArray
     return found
 
 
-def _step(kind: ValueType, name: str, forward_s: float, backward_s: float) -> StepTime:
-    """The time of one adapter."""
-    is_kept = kind.is_weight and (name == "all_gather" or name in VIEWS)
-    return StepTime(forward_s, backward_s if kind.takes_gradient else 0.0, name in GATHERS, is_kept)
+def _traits(kind: ValueType) -> Traits:
+    """What routes depend on."""
+    return Traits(kind.dtype, kind.differentiable, kind.has_backward)
+
+
+def _keeps(name: str) -> bool:
+    """Whether what keeps the result of a step of a weight keeps what it is given."""
+    return name == "all_gather" or name in VIEWS
 
 
 def kept_steps(steps: Sequence[StepTime]) -> Sequence[StepTime]:

@@ -1,20 +1,14 @@
-"""What the steps of a pattern take on a tensor of one shape, cut at some places."""
+"""The pieces of a tensor of one shape that is cut at some places, before and behind a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-import torch
-
-from shardwright.compiler.cost.communication import elements_sent
 from shardwright.compiler.cost.local_calls import cut_sizes
-from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.adapter_time import Movement, movement_time
 from shardwright.compiler.plan.conversion import GATHERS, SLICES
 from shardwright.compiler.plan.layout_cuts import PlaceKey
 from shardwright.compiler.plan.patterns import Cuts, PatternStep
-from shardwright.runtime.layout import Mesh
 
 
 class Pieces:
@@ -96,51 +90,6 @@ class Pieces:
     def _uneven(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> bool:
         num_pieces = math.prod(self.sizes[axis] for axis in axes)
         return any(segment % num_pieces for segment in segments)
-
-
-class StepPrices:
-    """Elements sent, forward and backward seconds of steps on one tensor."""
-
-    def __init__(
-        self,
-        pieces: Pieces,
-        dtype: torch.dtype,
-        mesh: Mesh,
-        ranks: tuple[int, ...],
-        hardware: Hardware,
-        *,
-        differentiable: bool,
-    ) -> None:
-        self.pieces, self.item, self.differentiable = pieces, dtype.itemsize, differentiable
-        self.mesh, self.ranks, self.hardware = mesh, ranks, hardware
-        self._prices: dict[int, tuple[float, float, float]] = {}
-
-    def of(self, step: PatternStep) -> tuple[float, float, float]:
-        """The price of a step; equal steps are one object, as patterns have them."""
-        found = self._prices.get(id(step))
-        if found is None:
-            found = self._prices[id(step)] = self._priced(step)
-        return found
-
-    def _priced(self, step: PatternStep) -> tuple[float, float, float]:
-        pieces = self.pieces
-        # Bytes of the largest piece before and behind the step.
-        before, after = (
-            pieces.largest(step.before) * self.item,
-            pieces.largest(step.after) * self.item,
-        )
-        movement = Movement(
-            step.kind, step.backward, step.axes, before, after, pieces.end_to_end(step)
-        )
-        time = movement_time(
-            movement, self.mesh, self.ranks, self.hardware, differentiable=self.differentiable
-        )
-        # Elements on average, by which lowering weighs trees.
-        whole, part = pieces.average(step.before), pieces.average(step.after)
-        forward, backward = elements_sent(
-            step.kind, step.backward, self.mesh.num_ranks(step.axes), whole, part
-        )
-        return forward + (backward if self.differentiable else 0.0), time.forward_s, time.backward_s
 
 
 def _number(size: object) -> int:

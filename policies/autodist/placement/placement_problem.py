@@ -48,6 +48,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.unused_outputs import drop_outputs
 from shardwright.policies.autodist.placement.activations import Activations
 from shardwright.policies.autodist.placement.constraints import allowed_strategies
+from shardwright.policies.autodist.placement.conversions import LayoutSet
 from shardwright.policies.autodist.placement.draft import Draft
 from shardwright.policies.autodist.placement.emission import places
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode
@@ -94,7 +95,8 @@ def _as_lowered(request: PlacementRequest) -> IRGraph:
 class _Builder:
     """Fills a draft from a graph. ``makers`` and ``readers``: of values, by name. ``made_whole``:
     the makers of shared values, and the least they could cost. ``kept``: the parameters that
-    operators keep for the backward, with the operators.
+    operators keep for the backward, with the operators. ``wants``: the sets of layouts that each
+    choice of an operator wants of an operand, by what the reader's key is made of.
     """
 
     draft: Draft
@@ -103,6 +105,7 @@ class _Builder:
     readers: dict[str, list[Reader]] = field(default_factory=dict)
     made_whole: dict[int, float] = field(default_factory=dict)
     kept: frozenset[tuple[str, str]] = frozenset()
+    wants: dict[tuple[int, tuple[int, ...]], tuple[LayoutSet, ...]] = field(default_factory=dict)
 
     def build(self) -> Formulation:
         draft, graph = self.draft, self.graph
@@ -155,13 +158,15 @@ class _Builder:
         # An operator may read a value twice, in two layouts.
         for value in dict.fromkeys(op.operands):
             positions = tuple(i for i, operand in enumerate(op.operands) if operand == value)
-            wants = tuple(
-                tuple(sorted(set(row))) for row in choices.operands[:, positions].tolist()
-            )
+            key = id(choices), positions
+            # The operators of all layers have the same choices.
+            if key not in self.wants:
+                rows = choices.operands[:, positions].tolist()
+                self.wants[key] = tuple(tuple(sorted(set(row))) for row in rows)
             keeps = (value.name, op.name) in self.kept
             self._reads(
                 value,
-                Reader(index, wants, (id(choices), positions), self.draft.places[op.name], keeps),
+                Reader(index, self.wants[key], key, self.draft.places[op.name], keeps),
             )
 
     def _reads(self, value: IRValue, reader: Reader) -> None:

@@ -95,18 +95,32 @@ class Pricing:
     """What does not change between the graphs placed on one mesh. Equal tables are one object, by
     which the solver knows equal blocks. ``latest``: the last request, its problem without memory,
     and what says the bytes that are given and used by node.
+
+    ``like``: that of the same mesh on other ranks. Choices, layouts and the steps between these are
+    the same there; what they take is not.
     """
 
-    def __init__(self, request: PlacementRequest) -> None:
+    def __init__(self, request: PlacementRequest, like: Pricing | None = None) -> None:
         # Everything that may be shared by requests: layouts by number, strategies, conversions,
         # tables.
         self.request = request
-        self.layouts = LayoutTable()
+        self.layouts: LayoutTable = LayoutTable() if like is None else like.layouts
         self._over_units: dict[tuple[int, int], OverUnits] = {}
-        self.op_choices = AllOpChoices(
-            request.mesh, request.ranks, request.hardware, request.times, self.layouts
+        self.op_choices: AllOpChoices = AllOpChoices(
+            request.mesh,
+            request.ranks,
+            request.hardware,
+            request.times,
+            self.layouts,
+            None if like is None else like.op_choices,
         )
-        self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)
+        self.conversions: Conversions = Conversions(
+            request.mesh,
+            request.ranks,
+            request.hardware,
+            self.layouts,
+            None if like is None else like.conversions.routes,
+        )
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}
         self.sets: dict[Hashable, tuple[tuple[LayoutSet, ...], bool] | None] = {}

@@ -94,9 +94,22 @@ Allowed = Mapping[str, frozenset[str]]
 """Axis to the strategies that constraints leave an operator there; axes left out are free."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """The ways to compute an operator on a mesh, wherever it lies: by the layouts of operands and
+    results, the assignments that have these, each with what it cuts.
+    """
+
+    by_layouts: Mapping[
+        tuple[tuple[int, ...], tuple[int, ...]], Sequence[tuple[Assignment, Hashable]]
+    ]
+    num_assignments: int
+
+
 class AllOpChoices:
     """The op_choices of the operators of one graph on one mesh. ``ranks``: the global ranks the
-    mesh lies on, in its order.
+    mesh lies on, in its order. ``like``: those of the mesh on other ranks, which differ in times
+    alone.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class AllOpChoices:
         hardware: Hardware,
         times: OperatorTimes | None,
         table: LayoutTable,
+        like: AllOpChoices | None = None,
     ) -> None:
         self.mesh, self.ranks, self.hardware, self.times, self.table = (
             mesh,
@@ -115,7 +129,8 @@ class AllOpChoices:
             table,
         )
         self._choices: dict[Hashable, OpChoices] = {}
-        self._tensors: dict[Hashable, int] = {}
+        self._ways: dict[Hashable, _Ways] = {} if like is None else like._ways
+        self._tensors: dict[Hashable, int] = {} if like is None else like._tensors
 
     def of(self, op: IROp, only: Allowed | None = None) -> OpChoices:
         """The choices of an operator. Its result is one object for all operators alike, so that it
@@ -124,10 +139,44 @@ class AllOpChoices:
         key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
         found = self._choices.get(key)
         if found is None:
-            found = self._choices[key] = self._enumerate(op, only or {})
+            if key not in self._ways:
+                self._ways[key] = self._enumerate(op, only or {})
+            found = self._choices[key] = self._timed(op, self._ways[key])
         return found
 
-    def _enumerate(self, op: IROp, only: Allowed) -> OpChoices:
+    def _timed(self, op: IROp, ways: _Ways) -> OpChoices:
+        """The choices with their times: assignments with equal layouts on both sides are one, of
+        which the faster one stays.
+        """
+        # Times by what is cut: strategies with the same cuts take the same.
+        times: dict[Hashable, OpTime] = {}
+        best: list[tuple[Assignment, OpTime]] = []
+        for alike in ways.by_layouts.values():
+            for assignment, cut in alike:
+                if cut not in times:
+                    times[cut] = op_time(
+                        op, assignment, self.mesh, self.hardware, self.times, ranks=self.ranks
+                    )
+            assignment, cut = min(alike, key=lambda way: (times[way[1]].total_s, len(way[0])))
+            best.append((assignment, times[cut]))
+        # Columns of a table: ``operands`` and ``results`` are ``[choices, tensors]`` of layout
+        # numbers.
+        operands, results = (
+            np.array([pair[side] for pair in ways.by_layouts], dtype=np.int64).reshape(
+                len(best), len(values)
+            )
+            for side, values in enumerate((op.operands, op.results))
+        )
+        return OpChoices(
+            tuple(assignment for assignment, _ in best),
+            operands,
+            results,
+            np.array([time.forward_s for _, time in best]),
+            np.array([time.backward_s for _, time in best]),
+            ways.num_assignments,
+        )
+
+    def _enumerate(self, op: IROp, only: Allowed) -> _Ways:
         assert op.rule is not None
         rule, mesh = op.rule, self.mesh
         differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
@@ -137,11 +186,7 @@ class AllOpChoices:
             [s for s in every if axis not in only or s in only[axis]] for axis in mesh.names
         ]
         letters = {strategy: placements(rule, strategy) for strategy in every}
-        # Times by what is cut: strategies with the same cuts take the same.
-        times: dict[Hashable, OpTime] = {}
-        best: dict[
-            tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]
-        ] = {}
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Assignment, Hashable]]] = {}
         count = 0
         # A strategy for each axis, in all combinations.
         for combination in itertools.product(*per_axis):
@@ -153,8 +198,6 @@ class AllOpChoices:
             if not allowed(rule, assignment, mesh):
                 continue
             count += 1
-            # Two combinations with equal layouts on both sides are one choice: the faster one
-            # stays.
             operands, results = (
                 self._layouts(
                     values, rule, combination, [letters[s][side] for s in combination], side
@@ -162,25 +205,8 @@ class AllOpChoices:
                 for side, values in enumerate((op.operands, op.results))
             )
             cut = tuple(tuple(factor_axes(assignment, mesh, side).items()) for side in (0, 1))
-            if cut not in times:
-                times[cut] = op_time(
-                    op, assignment, mesh, self.hardware, self.times, ranks=self.ranks
-                )
-            entry = (times[cut].total_s, len(assignment), assignment, times[cut])
-            known = best.get((operands, results))
-            if known is None or entry[:2] < known[:2]:
-                best[operands, results] = entry
-        num_operands, num_results = len(op.operands), len(op.results)
-        # Columns of a table: ``operands`` and ``results`` are ``[choices, tensors]`` of layout
-        # numbers.
-        return OpChoices(
-            tuple(entry[2] for entry in best.values()),
-            np.array([pair[0] for pair in best], dtype=np.int64).reshape(len(best), num_operands),
-            np.array([pair[1] for pair in best], dtype=np.int64).reshape(len(best), num_results),
-            np.array([entry[3].forward_s for entry in best.values()]),
-            np.array([entry[3].backward_s for entry in best.values()]),
-            count,
-        )
+            found.setdefault((operands, results), []).append((assignment, cut))
+        return _Ways(found, count)
 
     def _layouts(
         self,

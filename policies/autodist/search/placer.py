@@ -105,8 +105,12 @@ class Placer:
         )
 
     def pricing_of(self, request: PlacementRequest) -> Pricing:
-        """What requests for one mesh share."""
-        return self._pricings.setdefault((request.mesh, request.ranks), Pricing(request))
+        """What requests for one mesh share; on other ranks, as far as it is the same there."""
+        key = request.mesh, request.ranks
+        if key not in self._pricings:
+            like = (known for (mesh, _), known in self._pricings.items() if mesh == request.mesh)
+            self._pricings[key] = Pricing(request, next(like, None))
+        return self._pricings[key]
 
     def __call__(self, mesh_request: MeshRequest) -> PlacedModel:
         request = self.request(mesh_request)

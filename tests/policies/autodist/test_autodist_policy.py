@@ -297,6 +297,16 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
         assert placer.request(mesh_request).target_gap == gap
 
 
+def test_a_mesh_shares_its_layouts_with_other_ranks_that_it_lies_on() -> None:
+    hardware, mesh = load_hardware("a100-80gb", 64), Mesh((("x", 2),))
+    placer = Placer(plans.zoo_graph("mlp"), config_of(64), AutodistOptions(), hardware)
+    near, far, other = (
+        placer.pricing_of(placer.request(MeshRequest(each, ranks, 1)))
+        for each, ranks in ((mesh, (0, 1)), (mesh, (0, 8)), (Mesh((("x", 4),)), (0, 1, 2, 3)))
+    )
+    assert near is not far and near.layouts is far.layouts is not other.layouts
+
+
 @pytest.mark.parametrize(
     ("num_positions", "words"),
     [

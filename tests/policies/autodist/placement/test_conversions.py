@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from covers import spread
@@ -11,6 +12,7 @@ from planning import mesh_of, slow_machine
 
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.policies.autodist.placement.conversions import Conversions, ValueType
+from shardwright.policies.autodist.placement.routes import Traits
 from shardwright.policies.autodist.placement.strategies import LayoutTable
 from shardwright.runtime.atoms import Atom
 from shardwright.runtime.layout import Layout, Mesh
@@ -46,19 +48,22 @@ def test_patterns_cost_what_the_steps_cost(
     kind = ValueType(
         torch.float32, differentiable=True, is_weight=is_weight, takes_gradient=takes_gradient
     )
+    traits = Traits(torch.float32, True, takes_gradient)
     for shape in SHAPES:
         layouts = [table.id(random_layout(shape, on, rng)) for _ in range(12)]
         for source in layouts:
             for goal in layouts:
                 if source != goal:
-                    priced, converted = (
-                        price(kind, source, goal)
-                        for price in (conversions._priced, conversions._converted)
+                    (route,) = conversions.routes.of(traits, [(source, goal)])
+                    converted = conversions.routes.converted(traits, source, goal)
+                    assert route.weight == pytest.approx(converted.weight, rel=1e-12, abs=0)
+                    both = [conversions.times_of(kind, each) for each in (route, converted)]
+                    assert [step.gathers for step in both[0]] == [step.gathers for step in both[1]]
+                    seconds = [[(step.forward_s, step.backward_s) for step in own] for own in both]
+                    assert np.ravel(seconds[0]) == pytest.approx(
+                        np.ravel(seconds[1]), rel=1e-12, abs=0
                     )
-                    assert priced[0] == pytest.approx(converted[0], rel=1e-12, abs=0)
-                    assert [step.gathers for step in priced[1]] == [
-                        step.gathers for step in converted[1]
-                    ]
-                    for one, other in zip(priced[1], converted[1], strict=True):
-                        both = [(step.forward_s, step.backward_s) for step in (one, other)]
-                        assert both[0] == pytest.approx(both[1], rel=1e-12, abs=0)
+                    # What tables have is the sum of the steps.
+                    total_s = sum(step.forward_s + step.backward_s for step in both[0])
+                    priced = conversions.seconds(kind, [source], [(goal,)])
+                    assert priced == pytest.approx(np.array([[total_s]]), rel=1e-12, abs=0)

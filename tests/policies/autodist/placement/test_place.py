@@ -120,6 +120,17 @@ def test_requests_that_share_prices_have_the_problems_they_have_alone() -> None:
     assert shared[3].nodes is not shared[2].nodes is not shared[4].nodes
 
 
+def test_ranks_that_share_routes_have_the_problem_they_have_alone() -> None:
+    near = request(zoo_graph("gpt2"), mesh_of("2x2"), hardware=load_hardware("a100-80gb", 64))
+    far = replace(near, ranks=(0, 8, 16, 24))
+    here = Pricing(near)
+    first = formulate(near, here)
+    met = len(here.conversions.routes.steps)
+    there = formulate(far, Pricing(far, here))
+    assert numbers(there) == numbers(formulate(far)) != numbers(first)
+    assert len(here.conversions.routes.steps) == met, "no step was looked for again"
+
+
 def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ...] | None:
     """Any choice of operators and stores, with the copies it wants; None where those are outside of
     the space.

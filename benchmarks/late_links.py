@@ -2,29 +2,39 @@
 (``overlap_communication``).
 
     python benchmarks/late_links.py [--model gpt] [--pairs 20] [--delay-ms 8] [--hardware FILE]
+        [--elsewhere 0.08]
 
 A model is trained on two CPU ranks with gloo: a GPT with tensor parallelism, or layers of experts
-and shared experts with the experts on both ranks (``--model experts``). Every message of the ranks
-arrives a while later than it would (``--delay-ms``), one after the other, as on a slow link; ranks
-that wait sleep. The same plan runs with and without ``overlap_communication``, in turn. Printed:
+and shared experts with the experts on both ranks (``--model experts``), or the GPT with ZeRO-3
+(``--model zero3``; what is compared there is to gather no weight ahead). Every message of the ranks
+arrives ``--delay-ms`` after it was sent, at the earliest (see ``late_messages.py``). The same plan
+runs with and without ``overlap_communication``, in turn. A pair of steps counts if other processes
+took no more of the cores meanwhile than ``--elsewhere``. Printed:
 
-- what could be hidden: of each message beside which something runs the delay, or the time of the
-  products beside it if that is shorter. Both ranks measure these products alone, at the same time;
-- what is hidden: by how much a step is shorter, of that;
+- what a message takes without overlap, and how much of that is CPU time of its rank: gloo's threads
+  and the system copy and add. In the rest of it the rank is idle;
+- what the program computes between sending and waiting, and how long its products take alone, on
+  both ranks at the same time: if they took longer, the program would wait too early. (Those that
+  the plan puts beside messages: of ZeRO-3 there are none);
+- what could be hidden: of each message the time in which the rank is idle, or that of the work
+  beside it if that is shorter;
+- what is hidden of that: by how much a step is shorter, with an interval of 90 %;
+- how long the program with overlap still waits for these messages;
 - the largest difference of the gradients of both. It is zero for the GPT; beside experts gradients
   of one value are added in another order;
 - the audit of both programs beside what was measured. ``--hardware`` names a file of this machine;
-  without one it is calibrated first. The delay is added to the latency of its links.
+  without one it is calibrated first. Its links get the delay as their latency.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from late_messages import LateMessages
 from models import GPT
 from ranks import gloo_rank, parser_of, start_ranks
 from torch import Tensor, nn
@@ -40,50 +51,31 @@ import shardwright
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Hardware, load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.compiler.trace.entry import trace
 from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.frontend.calibrate.calibrate import calibrate
 from shardwright.policies.known_policies import find_policy
-from shardwright.runtime.ranks.process_group import ProcessGroupTransport
+from shardwright.runtime.gathered_weights import WeightGathering, _Use
 
 NUM_RANKS = 2
 BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 8, 128, 2048
 HIDDEN, SHARED, INNER, EXPERTS = 384, 768, 192, 8
-POLICIES = {"gpt": "tp", "experts": "ep"}
+POLICIES = {"gpt": "tp", "experts": "ep", "zero3": "data"}
 
+WARM_UP = 3
+"""Pairs before the first one that counts."""
 
-class Delayed:
-    """A collective that is complete at ``ready_at`` at the earliest."""
+MOST_TRIES = 3
+"""How many pairs are run for one that counts, at most."""
 
-    def __init__(self, work: Any, ready_at: float) -> None:
-        self._work, self._ready_at = work, ready_at
+BOARD_SIZE = 1024
+"""The number of messages of which ranks know when each of them sent its part."""
 
-    def wait(self, *limit: Any) -> Any:
-        done = self._work.wait(*limit)
-        time.sleep(max(0.0, self._ready_at - time.perf_counter()))
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-@contextlib.contextmanager
-def late_messages(delay_s: float) -> Any:
-    """All collectives of this process arrive late inside of the block, one after the other."""
-    start, free_at = ProcessGroupTransport._start, 0.0
-
-    def started(self: Any, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal free_at
-        free_at = max(free_at, time.perf_counter()) + delay_s
-        return Delayed(start(self, collective, *args, **kwargs), free_at)
-
-    ProcessGroupTransport._start = started  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ProcessGroupTransport._start = start  # type: ignore[method-assign]
+LEAST_WORK_S = 2e-4
+"""A message with less to do before it is waited for has no work beside it."""
 
 
 class Mixture(nn.Module):
@@ -138,14 +130,24 @@ def make_batch(name: str) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
-def config_of(*, overlaps: bool) -> shardwright.ComputeConfig:
-    """The config with or without overlap."""
+def config_of(name: str, *, overlaps: bool) -> shardwright.ComputeConfig:
+    """The config with or without overlap. ZeRO-3 gathers ahead with any."""
+    if name == "zero3":
+        return shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=NUM_RANKS, use_zero=3)
     return shardwright.ComputeConfig(
         plan_ngpus=NUM_RANKS, runtime_ngpus=NUM_RANKS, overlap_communication=overlaps
     )
 
 
-def run_rank(rank: int, folder: str, name: str, num_pairs: int, delay_s: float, file: str) -> None:
+def run_rank(
+    rank: int,
+    folder: str,
+    name: str,
+    num_pairs: int,
+    delay_s: float,
+    file: str,
+    most_elsewhere: float,
+) -> None:
     """Train with and without overlap in turn; rank 0 prints."""
     batch = make_batch(name)
     modules = [
@@ -153,35 +155,102 @@ def run_rank(rank: int, folder: str, name: str, num_pairs: int, delay_s: float, 
             make_model(name),
             batch,
             POLICIES[name],
-            config_of(overlaps=overlaps),
+            config_of(name, overlaps=overlaps),
             gen_savedir=f"{folder}/{overlaps}",
             reuse="moo",
         )
         for overlaps in (False, True)
     ]
+    pairs: list[Pair] = []
+    tried = 0
+    if rank == 0:
+        np.memmap(f"{folder}/sent", np.float64, "w+", shape=(NUM_RANKS, BOARD_SIZE)).flush()
+    dist.barrier()
+    board = np.memmap(f"{folder}/sent", np.float64, "r+", shape=(NUM_RANKS, BOARD_SIZE))
+    with LateMessages(delay_s, rank, board) as late:
 
-    def seconds(module: Any) -> float:
-        module.zero_grad()
-        dist.barrier()
-        begin = time.perf_counter()
-        module(**batch).backward()
-        dist.barrier()
-        return time.perf_counter() - begin
+        def step(side: int) -> tuple[float, np.ndarray]:
+            modules[side].zero_grad()
+            dist.barrier()
+            late.take()
+            begin = time.perf_counter()
+            with nullcontext() if side else nothing_ahead():
+                modules[side](**batch).backward()
+            stamps = late.take()
+            dist.barrier()
+            return time.perf_counter() - begin, stamps
 
-    times = np.empty((num_pairs + 3, 2))
-    with late_messages(delay_s):
-        for pair in range(num_pairs + 3):
-            for side in (0, 1) if pair % 2 == 0 else (1, 0):
-                times[pair, side] = seconds(modules[side])
+        for number in range(-WARM_UP, MOST_TRIES * num_pairs):
+            cores = Cores()
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            steps = {side: step(side) for side in order}
+            elsewhere = cores.elsewhere()
+            if number >= 0:
+                tried += 1
+                if elsewhere <= most_elsewhere:
+                    pairs.append(Pair(steps[0], steps[1], elsewhere))
+            if len(pairs) == num_pairs:
+                break
     plain, beside = (dict(module.named_parameters()) for module in modules)
     apart = max(float((plain[n].grad - beside[n].grad).abs().max()) for n in plain)
-    dist.barrier()
-    products = products_beside(modules[1], name)
+    products_s = sum(products_beside(modules[1], name))
+    by_rank: list[list[Pair]] = [[] for _ in range(NUM_RANKS)]
+    dist.all_gather_object(by_rank, pairs)
     if rank == 0:
-        # The steps of a pair meet the same load, so that their difference tells more than medians.
-        saved_s = np.median(times[3:, 0] - times[3:, 1])
-        measured = [*np.median(times[3:], 0), saved_s]
-        report(name, measured, products, apart, load_hardware(file), delay_s)
+        assert pairs, f"in each of {tried} pairs other processes took more of the cores"
+        print(f"{'pairs':<28}{len(pairs)} of {tried}")
+        report(name, by_rank, products_s, apart, load_hardware(file), delay_s)
+
+
+@contextmanager
+def nothing_ahead() -> Iterator[None]:
+    """Inside of the block weights in pieces are gathered when they are used, none ahead of time."""
+    ahead = WeightGathering._moved_ahead, _Use._start_next
+
+    def moved(gathering: WeightGathering, batch: Any) -> Any:
+        gathering._expected = []
+        return ahead[0](gathering, batch)
+
+    WeightGathering._moved_ahead = moved  # type: ignore[method-assign]
+    _Use._start_next = lambda use: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WeightGathering._moved_ahead, _Use._start_next = ahead  # type: ignore[method-assign]
+
+
+@dataclass
+class Pair:
+    """A step without overlap and one with it: the seconds of each, and the stamps of its messages.
+    ``elsewhere``: the part of the cores that other processes took meanwhile, as all ranks saw it.
+    """
+
+    plain: tuple[float, np.ndarray]
+    overlapped: tuple[float, np.ndarray]
+    elsewhere: float
+
+
+class Cores:
+    """What all processes take of the cores from now on. The kernel counts in ticks of 10 ms."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._all_s, self._own_s = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        ticks = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
+        idle = ticks[3] + ticks[4]  # idle, and waiting for disks
+        rate = os.sysconf("SC_CLK_TCK")
+        return (sum(ticks) - idle) / rate, sum(ticks) / rate, time.process_time()
+
+    def elsewhere(self) -> float:
+        """The part of the cores that other processes than the ranks took. Collective."""
+        busy_s, all_s, own_s = self._now()
+        taken = torch.tensor([own_s - self._own_s])
+        dist.all_reduce(taken)
+        found = [(busy_s - self._busy_s - float(taken)) / (all_s - self._all_s)]
+        dist.broadcast_object_list(found)  # all of them must see the same
+        return found[0]
 
 
 def products_beside(module: Any, name: str) -> list[float]:
@@ -226,69 +295,121 @@ def program_of(name: str, *, overlaps: bool) -> Program:
     """The program of a rank."""
     graph = trace(make_model(name), make_batch(name))
     policy = find_policy(POLICIES[name]).apply
-    program = compile_graph(graph, policy, config_of(overlaps=overlaps)).program
+    program = compile_graph(graph, policy, config_of(name, overlaps=overlaps)).program
     assert isinstance(program, Program)
     return program
 
 
 def report(
     name: str,
-    measured: list[float],
-    products: list[float],
+    by_rank: list[list[Pair]],
+    products_s: float,
     apart: float,
     hardware: Hardware,
     delay_s: float,
 ) -> None:
-    """Print what is hidden, and what the audit says of it. ``measured``: seconds without and with
-    overlap, and what it saves.
-    """
-    slow, predicted = with_delay(hardware, delay_s), []
-    for overlaps in (False, True):
-        program = program_of(name, overlaps=overlaps)
-        parts = audit(program, config_of(overlaps=overlaps), slow).timeline
-        names = ("forward", "backward")
-        predicted.append(sum(part.end_s - part.start_s for part in parts if part.name in names))
-    could_s = sum(min(delay_s, seconds) for seconds in products)
-    did_s = measured[2]
-    print(f"delay of a message          {delay_s * 1e3:.1f} ms")
-    print(
-        f"forward and backward        {measured[0] * 1e3:.1f} ms, with overlap "
-        f"{measured[1] * 1e3:.1f} ms"
+    """Print what is hidden, and what the audit says of it."""
+    steps_s = np.array([[pair.plain[0], pair.overlapped[0]] for pair in by_rank[0]])
+    plain, overlapped = (
+        Messages(np.array([[getattr(pair, side)[1] for pair in pairs] for pairs in by_rank]))
+        for side in ("plain", "overlapped")
     )
-    print(f"could be hidden             {could_s * 1e3:.1f} ms, in {len(products)} messages")
-    print(f"is hidden                   {did_s * 1e3:.1f} ms, {did_s / could_s:.0%}")
-    print(
-        f"audit                       {predicted[0] * 1e3:.1f} ms, with overlap "
-        f"{predicted[1] * 1e3:.1f} ms: {predicted[0] / measured[0] - 1:+.1%}, "
-        f"{predicted[1] / measured[1] - 1:+.1%}"
-    )
-    print(f"gradients differ by         {apart}")
+    # What is computed between sending and waiting where nothing is put there is left out.
+    beside_s = np.maximum(overlapped.busy_s - plain.busy_s, 0)
+    has_work = beside_s > LEAST_WORK_S
+    could_s = np.minimum(plain.idle_s, beside_s)[has_work].sum()
+    # The steps of a pair meet the same load, so that their difference tells more than medians.
+    saved_s = steps_s[:, 0] - steps_s[:, 1]
+    did_s = np.median(saved_s)
+    drawn = np.random.default_rng(0).choice(saved_s, (2000, len(saved_s)))
+    low_s, high_s = np.quantile(np.median(drawn, 1), (0.05, 0.95))
+    without_s, with_s = np.median(steps_s, 0)
+    predicted = [
+        predicted_s(name, hardware, delay_s, len(has_work), overlaps=overlaps)
+        for overlaps in (False, True)
+    ]
+    lines = {
+        "delay of a message": f"{delay_s * 1e3:.1f} ms",
+        "other processes took": f"{np.median([pair.elsewhere for pair in by_rank[0]]):.0%} of the "
+        "cores",
+        "forward and backward": f"{without_s * 1e3:.1f} ms, with overlap {with_s * 1e3:.1f} ms",
+        "messages": f"{len(has_work)}, {has_work.sum()} of them with work beside",
+        "such a message takes": f"{plain.whole_s[has_work].mean() * 1e3:.1f} ms without overlap, "
+        f"{plain.cpu_s[has_work].mean() * 1e3:.1f} ms of it CPU time",
+        "idle in all of these": f"{plain.idle_s[has_work].sum() * 1e3:.1f} ms",
+        "the work beside takes": f"{beside_s[has_work].sum() * 1e3:.1f} ms, its products alone "
+        f"{products_s * 1e3:.1f} ms",
+        "could be hidden": f"{could_s * 1e3:.1f} ms",
+        "is hidden": f"{did_s * 1e3:.1f} ms [{low_s * 1e3:.1f}, {high_s * 1e3:.1f}], "
+        f"{did_s / could_s:.0%} [{low_s / could_s:.0%}, {high_s / could_s:.0%}]",
+        "still waited for": f"{overlapped.waited_s[has_work].sum() * 1e3:.1f} ms",
+        "audit": f"{predicted[0] * 1e3:.1f} ms, with overlap {predicted[1] * 1e3:.1f} ms: "
+        f"{predicted[0] / without_s - 1:+.1%}, {predicted[1] / with_s - 1:+.1%}",
+        "gradients differ by": f"{apart}",
+    }
+    for what, found in lines.items():
+        print(f"{what:<28}{found}")
 
 
-def with_delay(hardware: Hardware, delay_s: float) -> Hardware:
-    """The machine with links on which every collective takes so much longer. Waiting for them takes
-    nothing from a processor, so that all of it can be hidden.
+class Messages:
+    """The messages of a step, by their order. Medians over pairs, means over ranks; in seconds.
+
+    - ``whole_s``: from when the last rank has sent its part until the message is there.
+    - ``cpu_s``: what a rank computes for it, in all of its threads.
+    - ``idle_s``: the rest, in which it computes nothing.
+    - ``busy_s``: what the program computes before it waits.
+    - ``waited_s``: how long it waits when all ranks have sent.
+
+    ``stamps``: ``[ranks, pairs, messages, fields of Stamps]``.
     """
 
-    def later(added_s: dict[str, float]) -> Hardware:
-        tiers = []
-        for tier in hardware.tiers:
-            links = {kind: tier.link(kind) for kind in COLLECTIVES}
-            kinds = {
-                kind: replace(link, latency_s=link.latency_s + added_s[kind])
-                for kind, link in links.items()
-            }
-            tiers.append(replace(tier, kinds=kinds))
-        return replace(hardware, tiers=tuple(tiers))
+    def __init__(self, stamps: np.ndarray) -> None:
+        _, last, awaited, there, busy, cpu = np.moveaxis(stamps, -1, 0)
+        self.whole_s = np.median((there - last).mean(0), 0)
+        self.cpu_s = np.median(cpu.mean(0), 0)
+        self.idle_s = np.median((there - last - cpu).mean(0), 0)
+        self.busy_s = np.median(busy.mean(0), 0)
+        self.waited_s = np.median((there - np.maximum(awaited, last)).mean(0), 0)
 
-    def seconds(machine: Hardware, kind: str) -> float:
-        return collective_s(machine, kind, 1e6, range(NUM_RANKS))
 
-    # A collective pays a latency once or several times.
-    second_later = later(dict.fromkeys(COLLECTIVES, 1.0))
-    times = {kind: seconds(second_later, kind) - seconds(hardware, kind) for kind in COLLECTIVES}
-    slow = later({kind: delay_s / count for kind, count in times.items()})
-    return replace(slow, device=replace(slow.device, overlap=1.0))
+def predicted_s(
+    name: str, hardware: Hardware, delay_s: float, num_messages: int, *, overlaps: bool
+) -> float:
+    """The seconds of a forward and a backward on a machine whose messages arrive late, by the
+    audit.
+    """
+
+    def cost_on(machine: Hardware, *, overlaps: bool) -> PlanCost:
+        return audit(
+            program_of(name, overlaps=overlaps), config_of(name, overlaps=overlaps), machine
+        )
+
+    own_s = sum(cost_on(hardware, overlaps=False).ranks[0].comm_s.values()) / num_messages
+    parts = cost_on(with_delay(hardware, delay_s, own_s), overlaps=overlaps).timeline
+    names = ("forward", "backward")
+    return sum(part.end_s - part.start_s for part in parts if part.name in names)
+
+
+def with_delay(hardware: Hardware, delay_s: float, own_s: float) -> Hardware:
+    """The machine with links on which every collective takes ``delay_s``, if that is longer than
+    ``own_s``, which a message takes without. What it takes of a processor stays the same.
+    """
+    if own_s >= delay_s:
+        return hardware
+    tiers = []
+    for tier in hardware.tiers:
+        kinds = {}
+        for kind in COLLECTIVES:
+            link = tier.link(kind)
+            # Bytes take no time. A collective pays a latency once or several times.
+            one = replace(tier, kinds={kind: replace(link, latency_s=1.0, bytes_per_s=1e18)})
+            times = collective_s(replace(hardware, tiers=(one,)), kind, 1.0, range(NUM_RANKS))
+            kinds[kind] = replace(link, latency_s=delay_s / times, bytes_per_s=1e18)
+        tiers.append(replace(tier, kinds=kinds))
+    device = hardware.device
+    computing_s = (1 - device.overlap) * own_s
+    device = replace(device, overlap=1 - computing_s / delay_s)
+    return replace(hardware, tiers=tuple(tiers), device=device)
 
 
 def main() -> None:
@@ -296,6 +417,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(POLICIES), default="gpt")
     parser.add_argument("--delay-ms", type=float, default=8.0)
     parser.add_argument("--hardware", default="")
+    parser.add_argument("--elsewhere", type=float, default=0.08)
     arguments = parser.parse_args()
     if arguments.rank_in:
         with gloo_rank() as rank:
@@ -306,6 +428,7 @@ def main() -> None:
                 arguments.pairs,
                 arguments.delay_ms / 1e3,
                 arguments.hardware,
+                arguments.elsewhere,
             )
     with tempfile.TemporaryDirectory() as folder:
         file = arguments.hardware or f"{folder}/machine.json"
@@ -316,6 +439,7 @@ def main() -> None:
             "pairs": arguments.pairs,
             "delay-ms": arguments.delay_ms,
             "hardware": file,
+            "elsewhere": arguments.elsewhere,
         }
         start_ranks(__file__, NUM_RANKS, **options)
 

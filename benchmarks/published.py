@@ -18,6 +18,7 @@ table, at most a tenth. All other rows are predicted, and only these count in th
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import warnings
@@ -73,6 +74,12 @@ name, where other kernels ran than the preset's. llm-foundry took the first Flas
 Triton: it reaches 30 to 50 % forward and 25 to 35 % backward (Dao 2023, arXiv 2307.08691).
 """
 
+TIMED = ("vTrain", "Megatron-LM")
+"""The beginnings of studies whose hosts wait for their devices at the end of each forward. Megatron
+of that time has a clock around each forward and each backward (``megatron/schedules.py``), which it
+reads after ``torch.cuda.synchronize()`` (``megatron/global_vars.py``).
+"""
+
 BOUNDS = {
     "products": (0.3, 1.0),
     "memory": (0.3, 1.0),
@@ -120,30 +127,44 @@ class Machine:
 
     def hardware(self, row: Row) -> Hardware:
         """The preset of the row's device with these constants."""
-        hardware = hardware_of(row.gpu, row.gpus)
-        device, constants = hardware.device, self.constants
-        changed: dict[str, Any] = {}
-        products = constants.get("products", device.matmul_efficiency)
-        changed["matmul_efficiency"] = products
-        # What attention reaches does not depend on what other products do.
-        reached = tuple(device.matmul_efficiency * x for x in device.attention_efficiency)
-        reached = next((x for name, x in ATTENTION.items() if row.study.startswith(name)), reached)
-        changed["attention_efficiency"] = tuple(x / products for x in reached)
-        if "memory" in constants:
-            # Presets assume nine tenths of the peak.
-            changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
-        if row.precision != "bfloat16":
-            changed["linear_dtype"] = row.precision
-        if "launch_us" in constants:
-            changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
-        *inner, network = hardware.tiers
-        network = replace(network, uplink_bytes_per_s=NODES.get(row.study))
-        if row.study.startswith("vTrain"):
-            latency_s, bytes_per_s = NVLINK[_meeting(row)]
-            inner = [replace(tier, latency_s=latency_s, bytes_per_s=bytes_per_s) for tier in inner]
-        waits, late_s = constants.get("waits", 1.0), 1e-6 * constants.get("late_us", 0.0)
-        tiers = tuple(_as_waited_for(tier, waits, late_s) for tier in (*inner, network))
-        return replace(hardware, device=replace(device, **changed), tiers=tiers)
+        # Rows share machines, and with them what is known of operators and messages.
+        constants = tuple(sorted(self.constants.items()))
+        return _machine(constants, row.study, row.gpu, row.gpus, row.precision, _meeting(row))
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(
+    named: tuple[tuple[str, float], ...],
+    study: str,
+    gpu: str,
+    gpus: int,
+    precision: str,
+    meeting: int,
+) -> Hardware:
+    hardware, constants = hardware_of(gpu, gpus), dict(named)
+    device, changed = hardware.device, dict[str, Any]()
+    products = constants.get("products", device.matmul_efficiency)
+    changed["matmul_efficiency"] = products
+    # What attention reaches does not depend on what other products do.
+    reached = tuple(device.matmul_efficiency * x for x in device.attention_efficiency)
+    reached = next((x for name, x in ATTENTION.items() if study.startswith(name)), reached)
+    changed["attention_efficiency"] = tuple(x / products for x in reached)
+    if "memory" in constants:
+        # Presets assume nine tenths of the peak.
+        changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
+    if precision != "bfloat16":
+        changed["linear_dtype"] = precision
+    if "launch_us" in constants:
+        changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
+        changed["queue_stops"] = study.startswith(TIMED)
+    *inner, network = hardware.tiers
+    network = replace(network, uplink_bytes_per_s=NODES.get(study))
+    if study.startswith("vTrain"):
+        latency_s, bytes_per_s = NVLINK[meeting]
+        inner = [replace(tier, latency_s=latency_s, bytes_per_s=bytes_per_s) for tier in inner]
+    waits, late_s = constants.get("waits", 1.0), 1e-6 * constants.get("late_us", 0.0)
+    tiers = tuple(_as_waited_for(tier, waits, late_s) for tier in (*inner, network))
+    return replace(hardware, device=replace(device, **changed), tiers=tiers)
 
 
 def _meeting(row: Row) -> int:

@@ -101,9 +101,22 @@ class Row:
             use_end2end=True,
             outputs="loss",
             use_zero=self.zero,
-            distributed_optimizer={"grad_sync_dtype": "bfloat16", "overlap_grad_sync": False},
+            distributed_optimizer={
+                "grad_sync_dtype": "bfloat16",
+                "overlap_grad_sync": False,
+                "bucket_cap_mb": next(
+                    (size for name, size in BUCKETS_MB.items() if self.study.startswith(name)), 25.0
+                ),
+            },
         )
 
+
+BUCKETS_MB = {"vTrain": 954.0, "Megatron-LM": 2.0**20}
+"""MiB of gradients that are summed at once, by the beginning of a study's name. vTrain's runs are
+Megatron-DeepSpeed's (``data/README.md`` of its repository), which sums 500 million numbers at once
+(``MEMORY_OPT_ALLREDUCE_SIZE``, ``deepspeed/runtime/engine.py``). Megatron-LM's gradients lay in one
+buffer (``megatron/model/distributed.py``).
+"""
 
 STUDIES = {
     "vtrain data/ground_truth_single": "vTrain, one node",

@@ -124,6 +124,24 @@ def test_ranks_that_come_late_cost_as_much_for_any_message(script: ModuleType) -
     assert script.believed(6) == script.BELIEF
 
 
+def test_systems_of_megatron_stop_behind_a_forward_and_sum_in_large_buckets(
+    script: ModuleType,
+) -> None:
+    machine, rows = script.Machine({"launch_us": 50.0}), rows_of(script)
+    found = {}
+    for name in ("single_node 1", "626", "746", "495"):
+        row = rows[name]
+        hardware = machine.hardware(row)
+        assert machine.hardware(replace(row, batch=2 * row.batch)) is hardware
+        table = row.config.optimizer_table
+        found[row.study] = hardware.device.queue_stops, table.bucket_cap_mb * 2**20 / 2
+    assert found.pop("Megatron-LM 2021, A100 80GB") == (True, 2**39)
+    assert found.pop("llm-foundry, A100 80GB") == (False, 25 * 2**19)
+    assert len(found) == 2
+    for stops, numbers in found.values():
+        assert stops and numbers == pytest.approx(500e6, rel=1e-3)
+
+
 def test_scores(script: ModuleType) -> None:
     score = script.Score.of([1.1, 1.8, 3.0], [1.0, 2.0, 3.0])
     assert score.error == pytest.approx(0.2 / 3) and score.rank == 1.0 and score.ordered == 1.0

@@ -73,6 +73,8 @@ class Device:
     - ``queue_s``: the seconds that the host takes to launch one operator, forward and backward.
       They hide behind the work of the device as long as its queue is full: an operator starts when
       it has been launched and all before it have ended.
+    - ``queue_stops``: whether the host waits, at the end of each forward, until the device is done:
+      for a clock or a loss that it reads there. Then none of the backward has been launched.
 
     - ``overlap``: the part of a message that costs no time while the device computes at least as
       long; 1: all of it.
@@ -101,6 +103,7 @@ class Device:
     linear_dtype: str | None = None
     unaligned_efficiency: float = 1.0
     queue_s: Both = (0.0, 0.0)
+    queue_stops: bool = False
     overlap: float = 1.0
     host_s: Both = (0.0, 0.0)
     fetch_bytes_per_s: float | None = None
@@ -200,6 +203,7 @@ def read_device(fields: Fields) -> Device:
         linear_dtype=_read_linear_dtype(fields),
         unaligned_efficiency=_read_part(fields, "unaligned_efficiency"),
         queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
+        queue_stops=_read_flag(fields, "queue_stops"),
         overlap=_read_part(fields, "overlap", zero=True),
         host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
@@ -289,6 +293,13 @@ def _read_part(fields: Fields, key: str, *, zero: bool = False) -> float:
     return part
 
 
+def _read_flag(fields: Fields, key: str) -> bool:
+    flag = fields.value(key) if fields.has(key) else False
+    if not isinstance(flag, bool):
+        raise fields.error(key, "is true or false")
+    return flag
+
+
 def _read_rates(fields: Fields) -> Mapping[str, Both]:
     if not fields.has("rates"):
         return {}
@@ -352,6 +363,7 @@ def device_json(device: Device) -> dict[str, Any]:
             else {}
         ),
         **({"queue_s": list(device.queue_s)} if any(device.queue_s) else {}),
+        **({"queue_stops": True} if device.queue_stops else {}),
         **({"overlap": device.overlap} if device.overlap != 1 else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),
         **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),

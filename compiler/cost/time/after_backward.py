@@ -185,6 +185,8 @@ class Reduction:
         where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer)
         found: dict[str, ParameterSync] = {}
         sizes, step_s = [], 0.0
+        # Layers are alike, so most parameters are as one before.
+        known: dict[object, tuple[ParameterSync, float, float]] = {}
         # Each trained parameter: its sum, its update, and adding up microbatches.
         for declaration in declarations:
             value = declaration.value
@@ -195,16 +197,23 @@ class Reduction:
             ):
                 continue
             elsewhere = (shared or {}).get(value.fqn or "", ())
-            found[value.name] = where.sync(declaration, elsewhere)
-            num_stages = 1 + len(elsewhere)
-            step_s += update_s(declaration, mesh, config, hardware, optimizer, num_stages)
-            # With ZeRO-2 a rank adds to its slice of a gradient only, as nothing else stays.
-            share = (
-                num_shards(declaration.layout, mesh, config, num_stages)
-                if settings.frees_gradients
-                else 1
-            )
-            sizes.append(accumulated_bytes(declaration, mesh, config, optimizer) / share)
+            alike = declaration.layout, value.dtype, tuple(elsewhere)
+            if alike not in known:
+                num_stages = 1 + len(elsewhere)
+                # With ZeRO-2 a rank adds to its slice of a gradient only, as nothing else stays.
+                share = (
+                    num_shards(declaration.layout, mesh, config, num_stages)
+                    if settings.frees_gradients
+                    else 1
+                )
+                known[alike] = (
+                    where.sync(declaration, elsewhere),
+                    update_s(declaration, mesh, config, hardware, optimizer, num_stages),
+                    accumulated_bytes(declaration, mesh, config, optimizer) / share,
+                )
+            found[value.name], updated_s, size = known[alike]
+            step_s += updated_s
+            sizes.append(size)
         added_s = accumulation_s(sizes, num_microbatches, hardware)
         return cls(found, num_sums, settings.bucket_cap_bytes, step_s, added_s)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.local_calls import local_bytes
-from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.adapter_time import together_time
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
@@ -143,24 +143,25 @@ def body_time(
         sums.recomputed_s,
         bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
         sums.volumes,
-        _launched_s(instructions, again, hardware.device.queue_s, sums.mesh),
+        _launched_s(instructions, again, hardware.device, sums.mesh),
     )
 
 
 def _launched_s(
     instructions: Sequence[tuple[Instruction, OpTime]],
     again: set[int],
-    queue_s: tuple[float, float],
+    device: Device,
     mesh: Mesh,
 ) -> tuple[float, float]:
     """The seconds of forward and backward on a device whose queue a host fills, ``queue_s`` for
     each operator: one starts when it has been launched and all before it have ended.
 
-    The host goes on to the backward while the device is still at the forward. Large operators at
-    the end of a model let it get ahead, and hide what it then takes for the layers' backward; in
-    the forward they come too late for that. The backward launches once more what it computes
-    ``again``.
+    The host goes on to the backward while the device is still at the forward, unless the queue
+    stops there. Large operators at the end of a model let it get ahead, and hide what it then takes
+    for the layers' backward; in the forward they come too late for that. The backward launches once
+    more what it computes ``again``.
     """
+    queue_s = device.queue_s
     if not any(queue_s):
         return 0.0, 0.0
     forwards: list[tuple[float, float]] = []  # launching, and running, in the order of the launches
@@ -186,6 +187,8 @@ def _launched_s(
             launched_s += launching_s
             done_s = max(done_s, launched_s) + running_s
         ends.append(done_s)
+        if device.queue_stops:
+            launched_s = done_s
     return ends[0], ends[1] - ends[0]
 
 

@@ -126,6 +126,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
             linear_dtype="float8_e4m3fn",
             unaligned_efficiency=0.25,
             queue_s=(3e-6, 4e-6),
+            queue_stops=True,
             overlap=0.5,
             host_s=(1e-6, 2e-6),
             fetch_bytes_per_s=1e9,
@@ -251,6 +252,12 @@ def test_a_larger_product_never_takes_less(sizes: list[int], index: int, more: i
     assert device.matmul_s(*sizes[:3], "bfloat16", sizes[3]) <= device.matmul_s(
         m, n, k, "bfloat16", batch
     ) * (1 + 1e-12)
+
+
+def test_a_flag_is_true_or_false() -> None:
+    data = {**SMALL, "device": {**SMALL["device"], "queue_stops": 1}}
+    with pytest.raises(ConfigError, match="queue_stops is true or false"):
+        Hardware.from_json(data, 3)
 
 
 def test_a_dtype_without_a_rate_is_refused() -> None:

@@ -36,17 +36,17 @@ class Net(nn.Module):
         return (self.product(x) if self.product_last else x).sum()
 
 
-def body(queue_s: float, **options: bool) -> BodyTime:
-    return body_of(Net(**options), queue_s)
+def body(queue_s: float, *, stops: bool = False, **options: bool) -> BodyTime:
+    return body_of(Net(**options), queue_s, stops=stops)
 
 
-def body_of(model: nn.Module, queue_s: float) -> BodyTime:
+def body_of(model: nn.Module, queue_s: float, *, stops: bool = False) -> BodyTime:
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
     x = torch.zeros(1000, 1000)
     graph = trace(model, {"x": x})
     program = compile_graph(graph, find_policy("dp").apply, config, policy_name="dp").program
     assert isinstance(program, Program)
-    device = replace(DEVICE, queue_s=(queue_s, queue_s))
+    device = replace(DEVICE, queue_s=(queue_s, queue_s), queue_stops=stops)
     return body_time(program, Hardware("toy", device, (Tier("link", (1,), 0.0, 1e12),)), (0,))
 
 
@@ -67,6 +67,16 @@ def test_large_operators_at_the_beginning_hide_what_comes_after() -> None:
     # Eleven launches of the forward and eleven of the backward, then the weight's gradient.
     ends_s = max(LAUNCH_S + PRODUCT_S, 22 * LAUNCH_S) + PRODUCT_S
     assert found.forward_s + found.backward_s == pytest.approx(ends_s, rel=1e-4)
+
+
+def test_a_host_that_waits_at_the_end_of_a_forward_launches_no_backward_before() -> None:
+    goes_on, stops = (body(LAUNCH_S, stops=stops, product_last=False) for stops in (False, True))
+    assert stops.forward_s == goes_on.forward_s
+    # Eleven launches of the backward, then the weight's gradient.
+    assert stops.backward_s == pytest.approx(11 * LAUNCH_S + PRODUCT_S, rel=1e-4)
+    # A product in the backward still hides the launches behind it.
+    last = body(LAUNCH_S, stops=True, product_last=True)
+    assert last.backward_s == pytest.approx(2 * LAUNCH_S + 2 * PRODUCT_S, rel=1e-4)
 
 
 def test_a_slow_host_is_waited_for_at_every_operator() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from covers import spread
+from torch import nn
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
@@ -21,9 +22,10 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.books import Books
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.time import after_backward
 from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.overlap import buckets_of
-from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
@@ -55,6 +57,37 @@ CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
         },
     ),
 ]
+
+
+def test_parameters_that_are_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    graph = plans.traced(model, {"input": torch.zeros(4, 8)})
+    program = compile_graph(graph, find_policy("dp").apply, config, policy_name="dp").program
+    assert isinstance(program, Program)
+    priced: list[object] = []
+
+    def update_s(declaration: Declaration, *args: Any) -> float:
+        priced.append(declaration.layout)
+        return after_backward_update_s(declaration, *args)
+
+    after_backward_update_s = after_backward.update_s
+    monkeypatch.setattr(after_backward, "update_s", update_s)
+
+    def of(names: str) -> Reduction:
+        declarations = [d for d in program.declarations if (d.value.fqn or "").startswith(names)]
+        mesh = program.plan.storage_mesh
+        return Reduction.of(
+            declarations, mesh, config, HARDWARE, OptimizerMemory(), num_microbatches=2
+        )
+
+    layer = of("0")
+    assert len(priced) == 2  # a weight and a bias
+    model_of_three = of("")
+    assert len(priced) == 4 and len(model_of_three.parameters) == 6
+    for name in ("end_s", "accumulation_s", "total_bytes"):
+        assert getattr(model_of_three, name) == pytest.approx(3 * getattr(layer, name))
+        assert getattr(layer, name) > 0
 
 
 @pytest.mark.parametrize(("name", "policy", "plan", "runtime", "fields"), spread(CASES, 2), ids=str)

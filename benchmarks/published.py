@@ -56,6 +56,15 @@ MACHINES = TABLES / "machines.json"
 FUSED_ADAM = OptimizerMemory(fused=True)
 """All studies use a fused Adam, with float32 masters and moments."""
 
+ADDING_ADAM = replace(FUSED_ADAM, products_add=True)
+"""That of Megatron's later programs, whose products add to its gradients."""
+
+CASTS = (4.0, 0.0, 4.0)
+"""How many bytes casts to float8 move for each element of inputs, weights and gradients in
+Transformer Engine: what products sum over must lie in rows, so a cast also writes the tensor
+transposed (or scaled along columns); weights are cast in the first microbatch only.
+"""
+
 NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
 """Bytes per second that a node sends to others, by study, where the table tells of other machines
 than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
@@ -153,7 +162,7 @@ def _machine(
         # Presets assume nine tenths of the peak.
         changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
     if precision != "bfloat16":
-        changed["linear_dtype"] = precision
+        changed |= {"linear_dtype": precision, "linear_cast_bytes": CASTS}
     if "launch_us" in constants:
         changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
         changed["queue_stops"] = study.startswith(TIMED)
@@ -259,8 +268,10 @@ def at_depth(row: Row, found: Sequence[np.ndarray]) -> np.ndarray:
 def predict(row: Row, programs: Programs, machine: Machine) -> float:
     """The seconds of a row's step."""
     hardware, found = machine.hardware(row), []
+    config = row.measured_config
+    optimizer = ADDING_ADAM if row.is_later_megatron else FUSED_ADAM
     for program in programs.of(row):
-        cost = time_of_step(program, row.config, hardware, FUSED_ADAM, None, row.num_microbatches)
+        cost = time_of_step(program, config, hardware, optimizer, None, row.num_microbatches)
         found.append(np.array([cost.step_s]))
     return float(at_depth(row, found)[0]) + 1e-3 * machine.constants.get("step_ms", 0.0)
 
@@ -311,7 +322,7 @@ def fit(
 @dataclass(frozen=True)
 class Score:
     """How near predictions are. ``error``: mean of the absolute relative errors. ``rank``: rank
-    correlation. ``ordered``: the share of pairs of rows that are ordered right.
+    correlation (Spearman's). ``ordered``: the share of pairs of rows that are ordered right.
     """
 
     count: int
@@ -324,10 +335,19 @@ class Score:
         ours, theirs = np.array(predicted), np.array(measured)
         first, second = np.triu_indices(len(ours), 1)
         agree = np.sign(ours[first] - ours[second]) == np.sign(theirs[first] - theirs[second])
-        places = [np.argsort(np.argsort(values)) for values in (ours, theirs)]
-        rank = float(np.corrcoef(*places)[0, 1]) if len(ours) > 2 else float("nan")
+        places = np.corrcoef(_places(ours), _places(theirs))
+        rank = float(places[0, 1]) if len(ours) > 2 else float("nan")
         ordered = float(agree.mean()) if len(agree) else float("nan")
         return cls(len(ours), float(np.abs(ours / theirs - 1).mean()), rank, ordered)
+
+
+def _places(values: np.ndarray) -> np.ndarray:
+    """The place of each value among all in order; equal ones share the mean of theirs, such as one
+    plan that was measured twice.
+    """
+    _, found, counts = np.unique(values, return_inverse=True, return_counts=True)
+    places: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[found]
+    return places
 
 
 APART = (0.0, 0.02, 0.05, 0.1, 0.2, float("inf"))

@@ -26,7 +26,15 @@ from pathlib import Path
 
 import torch
 from published import TABLES
-from published_runs import Row, graph_of, hardware_of, plan_of, read_rows, refusal
+from published_runs import (
+    SEQUENCE_PARALLEL,
+    Row,
+    graph_of,
+    hardware_of,
+    plan_of,
+    read_rows,
+    refusal,
+)
 from published_search import Published, compare, heading
 
 from shardwright.compiler.passes.unused_outputs import needed
@@ -39,7 +47,6 @@ from shardwright.policies.autodist.search.batch_sizes import batches
 from shardwright.policies.autodist.search.subsearches import Subsearches
 from shardwright.runtime.config import ComputeConfig
 
-SEQUENCE_PARALLEL = "sequence parallel"
 BATCH_DIMS = {"input_ids": 0, "labels": 0}
 
 

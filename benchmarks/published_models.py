@@ -1,11 +1,11 @@
 """The models of published runs, by the columns of their tables; without memory behind their
 weights.
 
-Models that transformers has are built from their configs, with torch's RMS norms in place of their
-own, as each is one kernel in all of these frameworks. Those of Megatron-LM and llm-foundry are
-written here with the operators that these launch: linear layers add their bias, scale and mask are
-part of the softmax, and attention is written out where Megatron's was, or flash attention where it
-was that.
+Models that transformers has are built from their configs, with norms, gates and rotary positions
+that are one kernel each, as they were in the systems that were measured (``fused_kernels.py``).
+Those of Megatron-LM and llm-foundry are written here with the operators that these launch: linear
+layers add their bias, scale and mask are part of the softmax, and attention is written out where
+Megatron's was, or flash attention where it was that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fused_kernels import with_fused_kernels
 from torch import Tensor, nn
 from transformers import (
     GptOssConfig,
@@ -151,7 +152,7 @@ def mpt(sizes: Sizes) -> nn.Module:
 
 
 def llama(sizes: Sizes) -> nn.Module:
-    return _with_fused_norms(LlamaForCausalLM(LlamaConfig(**_llama_sizes(sizes))))
+    return with_fused_kernels(LlamaForCausalLM(LlamaConfig(**_llama_sizes(sizes))))
 
 
 def nemotron(sizes: Sizes) -> nn.Module:
@@ -193,23 +194,11 @@ def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
         num_experts_per_tok=8,
         norm_topk_prob=True,
     )
-    return _with_fused_norms(Qwen3MoeForCausalLM(config))
+    return with_fused_kernels(Qwen3MoeForCausalLM(config))
 
 
 def gpt_oss_120b(sizes: Sizes) -> nn.Module:
-    return _with_fused_norms(GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers)))
-
-
-def _with_fused_norms(model: nn.Module) -> nn.Module:
-    """The model with torch's RMS norms, of which each is one kernel, where it had its own."""
-    for name, norm in list(model.named_modules()):
-        if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, nn.RMSNorm):
-            parent, _, own = name.rpartition(".")
-            weight, eps = norm.weight, norm.variance_epsilon
-            assert isinstance(weight, Tensor) and isinstance(eps, float)
-            fused = nn.RMSNorm(tuple(weight.shape), eps, device=weight.device, dtype=weight.dtype)
-            setattr(model.get_submodule(parent), own, fused)
-    return model
+    return with_fused_kernels(GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers)))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from shardwright.compiler.passes.gathers import GatherTogether
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
+from shardwright.compiler.passes.start_early import Overlap
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
@@ -93,6 +94,11 @@ class Row:
         return f"{text} ZeRO-{self.zero}".strip() if self.zero else text or "dp"
 
     @property
+    def is_later_megatron(self) -> bool:
+        """Whether :data:`LATER_MEGATRON` says how it was run."""
+        return self.study.startswith(LATER_MEGATRON)
+
+    @property
     def config(self) -> ComputeConfig:
         """Without the options of a policy. Masters and moments are float32."""
         return ComputeConfig(
@@ -101,14 +107,31 @@ class Row:
             use_end2end=True,
             outputs="loss",
             use_zero=self.zero,
-            distributed_optimizer={
-                "grad_sync_dtype": "bfloat16",
-                "overlap_grad_sync": False,
-                "bucket_cap_mb": next(
-                    (size for name, size in BUCKETS_MB.items() if self.study.startswith(name)), 25.0
-                ),
-            },
+            distributed_optimizer=self._optimizer_table,
         )
+
+    @property
+    def measured_config(self) -> ComputeConfig:
+        """The config of the program that is held against the measured one: messages are under way
+        while ranks compute where they were so, as far as programs here can do it.
+        """
+        if not self.is_later_megatron:
+            return self.config
+        overlaps = {"overlap_grad_sync": True, "overlap_param_sync": self.zero != 3}
+        return replace(
+            self.config,
+            distributed_optimizer=self._optimizer_table | overlaps,
+            overlap_communication=True,
+        )
+
+    @property
+    def _optimizer_table(self) -> dict[str, object]:
+        buckets = (size for name, size in BUCKETS_MB.items() if self.study.startswith(name))
+        return {
+            "grad_sync_dtype": "bfloat16",
+            "overlap_grad_sync": False,
+            "bucket_cap_mb": next(buckets, 25.0),
+        }
 
 
 BUCKETS_MB = {"vTrain": 954.0, "Megatron-LM": 2.0**20}
@@ -129,6 +152,19 @@ STUDIES = {
     "torchtitan": "torchtitan",
 }
 """Names of studies by what stands in the source of a row; the first that does counts."""
+
+
+LATER_MEGATRON = ("NeMo", "Megatron-Bridge")
+"""The beginnings of studies that ran Megatron with what its configs for performance switch on:
+``sequence_parallel``, ``overlap_grad_sync``, ``overlap_param_sync``, ``ub_tp_comm_overlap`` and
+``gradient_accumulation_fusion`` (NVIDIA/NeMo-Framework-Launcher,
+``launcher_scripts/conf/training``; NVIDIA-NeMo/Megatron-Bridge, ``scripts/performance``).
+"""
+
+SEQUENCE_PARALLEL = "sequence parallel"
+"""The words in ``Row.recompute`` for tensor parallelism that splits the sequence where it splits no
+weight.
+"""
 
 
 def study_of(source: str, gpu: str) -> str:
@@ -222,13 +258,19 @@ BUT_THE_LAST = "but the last stage"
 
 
 def _recompute_of(line: dict[str, str]) -> str:
-    """What a row computes again. In vTrain's runs the last stage of a pipeline does not (its
-    repository, ``src/predictor.py``, ``create_layer_graph``).
+    """What a row computes again, and whether its tensor parallelism is that of sequences.
+
+    In vTrain's runs the last stage of a pipeline computes nothing again (its repository,
+    ``src/predictor.py``, ``create_layer_graph``).
     """
     text = line.get("recompute") or "none"
     in_stages = (line.get("pp") or "1") != "1"
     left_out = text == "full" and in_stages and _is_of_vtrain(line)
-    return f"{text}, {BUT_THE_LAST}" if left_out else text
+    in_sequence = (line.get("tp") or "1") != "1" and study_of(
+        line.get("source") or "", line.get("gpu") or ""
+    ).startswith(LATER_MEGATRON)
+    words = (text, BUT_THE_LAST * left_out, SEQUENCE_PARALLEL * in_sequence)
+    return ", ".join(word for word in words if word)
 
 
 def precision_of(text: str, gpu: str) -> str:
@@ -368,7 +410,7 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
         return plan_of(row, graph)
 
     policy, options = _policy_of(row)
-    config = replace(row.config, pas_config=options)
+    config = replace(row.measured_config, pas_config=options)
     for step in (
         Decide(planned, policy, config),
         SettleZero(config),
@@ -377,6 +419,7 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
         mark_planned,
         lower_planned,
         GatherTogether(config),
+        Overlap(config),
     ):
         graph = step(graph)
     return graph
@@ -409,7 +452,7 @@ def _policy_of(row: Row) -> tuple[str, dict[str, object]]:
     """The policy that makes the plan of a row, with its options."""
     if row.pp == row.cp == row.ep == 1:
         options: dict[str, object] = {}
-        if "sequence parallel" in row.recompute:
+        if SEQUENCE_PARALLEL in row.recompute:
             options["sequence_parallel"] = True
         return ("tp" if row.tp > 1 else "dp"), options
     options = {
@@ -417,7 +460,7 @@ def _policy_of(row: Row) -> tuple[str, dict[str, object]]:
         "dp": row.dp,
         "tp": row.tp,
         "num_microbatches": row.num_microbatches,
-        "sequence_parallel": "sequence parallel" in row.recompute,
+        "sequence_parallel": SEQUENCE_PARALLEL in row.recompute,
     }
     if row.cp > 1:
         options |= {"cp": row.cp, "cp_mode": "ring"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shardwright.compiler.cost.time.collectives import collective_s
 
@@ -146,6 +147,43 @@ def test_scores(script: ModuleType) -> None:
     score = script.Score.of([1.1, 1.8, 3.0], [1.0, 2.0, 3.0])
     assert score.error == pytest.approx(0.2 / 3) and score.rank == 1.0 and score.ordered == 1.0
     assert script.Score.of([2.0, 1.0, 3.0], [1.0, 2.0, 3.0]).ordered == pytest.approx(2 / 3)
+    # A plan that was measured twice has one prediction: neither order of the two is better.
+    again = [script.Score.of([1.0, 1.0, 2.0], times).rank for times in ([1, 2, 3], [2, 1, 3])]
+    assert again[0] == again[1] == pytest.approx(0.75**0.5)
+
+
+def test_later_megatron_is_priced_with_what_it_switches_on(script: ModuleType) -> None:
+    """A row of NeMo beside the same one of a study that says nothing: two ranks of tensor
+    parallelism with sequences split, messages beside products, gradients added inside of these, and
+    weights cast to float8 once.
+    """
+    row = rows_of(script)["280"]
+    assert row.recompute == "none, sequence parallel" and row.measured_config.overlap_communication
+    plain = replace(row, study="another", recompute="none")
+    assert plain.measured_config == row.config
+    row, plain = (replace(r, sizes=replace(r.sizes, layers=2)) for r in (row, plain))
+    programs, machine = script.Programs(), script.Machine({})
+    assert script.predict(row, programs, machine) < 0.9 * script.predict(plain, programs, machine)
+    zero3 = replace(rows_of(script)["256"])
+    assert not zero3.measured_config.optimizer_table.overlap_param_sync
+
+
+def test_fused_kernels_compute_what_models_do(script: ModuleType) -> None:
+    """Gates and rotary positions, of whole heads and of halves."""
+    models, fused = (
+        importlib.import_module(name) for name in ("published_models", "fused_kernels")
+    )
+    torch.manual_seed(0)
+    config = models.LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+    mlp = fused.modeling_llama.LlamaMLP(config).double()
+    x = torch.randn(2, 3, 8, dtype=torch.double)
+    torch.testing.assert_close(fused.GatedMLP(mlp)(x), mlp(x))
+    query, key = (torch.randn(2, heads, 3, 8, dtype=torch.double) for heads in (4, 2))
+    for module, own in fused.UNFUSED.items():
+        turned = 4 if module is fused.modeling_nemotron else 8
+        cos, sin = torch.randn(2, 1, 3, turned, dtype=torch.double)
+        expected = own(query, key, cos, sin)
+        torch.testing.assert_close(module.apply_rotary_pos_emb(query, key, cos, sin), expected)
 
 
 def test_no_study_is_fitted_on_more_than_a_tenth(script: ModuleType) -> None:

@@ -52,6 +52,14 @@ LEAST_SUMMED = 256
 Both = tuple[float, float]
 """A number for the forward, and one for the backward."""
 
+Casts = tuple[float, float, float]
+"""A number for the input of a linear layer, one for its weight, and one for the gradient of what
+comes out.
+"""
+
+CASTS: Casts = (3.0, 3.0, 3.0)
+"""The bytes that a cast from two bytes to one reads and writes for each element."""
+
 
 @checked_fields
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Device:
     - ``linear_dtype``: the dtype to which linear layers cast their operands before they multiply,
       where these are of two bytes: a float8 of ``flops_per_s``. ``None``: they multiply as they
       are. Whether a model may be trained so is for its user to say.
+    - ``linear_cast_bytes``: the bytes that this cast reads and writes for each element of the
+      input, of the weight and of the result's gradient.
     - ``unaligned_efficiency``: the part of their rate that products in two bytes or less reach
       where rows of an operand or of the result are no multiple of 16 bytes: a vocabulary of 50,257.
     - ``queue_s``: the seconds that the host takes to launch one operator, forward and backward.
@@ -101,6 +111,7 @@ class Device:
     streams: BandwidthTable | None = None
     tiles: Tiling | None = None
     linear_dtype: str | None = None
+    linear_cast_bytes: Casts = CASTS
     unaligned_efficiency: float = 1.0
     queue_s: Both = (0.0, 0.0)
     queue_stops: bool = False
@@ -201,6 +212,7 @@ def read_device(fields: Fields) -> Device:
         streams=_read_streams(fields),
         tiles=_read_tiles(fields),
         linear_dtype=_read_linear_dtype(fields),
+        linear_cast_bytes=_read_casts(fields),
         unaligned_efficiency=_read_part(fields, "unaligned_efficiency"),
         queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
         queue_stops=_read_flag(fields, "queue_stops"),
@@ -283,6 +295,15 @@ def _read_linear_dtype(fields: Fields) -> str | None:
     return name
 
 
+def _read_casts(fields: Fields) -> Casts:
+    if not fields.has("linear_cast_bytes"):
+        return CASTS
+    numbers = fields.number_list("linear_cast_bytes", zero=True)
+    if len(numbers) != 3:
+        raise fields.error("linear_cast_bytes", "has three numbers: input, weight, gradient")
+    return numbers[0], numbers[1], numbers[2]
+
+
 def _read_part(fields: Fields, key: str, *, zero: bool = False) -> float:
     """A number up to 1, which it is where nothing is said; ``zero`` allows 0."""
     if not fields.has(key):
@@ -357,6 +378,11 @@ def device_json(device: Device) -> dict[str, Any]:
         **({"streams": _streams_json(device.streams)} if device.streams else {}),
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
         **({"linear_dtype": device.linear_dtype} if device.linear_dtype else {}),
+        **(
+            {"linear_cast_bytes": list(device.linear_cast_bytes)}
+            if device.linear_cast_bytes != CASTS
+            else {}
+        ),
         **(
             {"unaligned_efficiency": device.unaligned_efficiency}
             if device.unaligned_efficiency != 1

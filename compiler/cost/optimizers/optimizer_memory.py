@@ -35,6 +35,9 @@ class OptimizerMemory:
       ``num_moments``.
     - ``fused``: its step is one kernel, which reads and writes everything once. Torch's own form
       runs one operator after the other.
+    - ``products_add``: the product that makes the gradient of a matrix adds it to that of the
+      microbatches before. Our programs add by a kernel of its own; Megatron and NeMo do not
+      (``gradient_accumulation_fusion``).
     """
 
     num_moments: float = 2.0
@@ -42,6 +45,7 @@ class OptimizerMemory:
     grad_bytes_per_element: float | None = None
     named: NamedOptimizer | None = None
     fused: bool = False
+    products_add: bool = False
 
     def temporary_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """The most bytes that it makes and lets go of again while it updates a tensor."""

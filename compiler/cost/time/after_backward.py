@@ -313,8 +313,12 @@ class _Where:
 def accumulated_bytes(
     declaration: Declaration, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory
 ) -> float:
-    """The bytes of the gradient to which the gradients of further microbatches are added."""
+    """The bytes of the gradient to which the gradients of further microbatches are added, by a
+    kernel of its own: none where the product that makes a gradient adds it.
+    """
     dtype = declaration.value.dtype
+    if optimizer.products_add and len(declaration.value.shape) > 1:
+        return 0.0
     return (
         local_bytes(declaration.layout, dtype, mesh)
         / dtype.itemsize

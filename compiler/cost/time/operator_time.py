@@ -165,10 +165,6 @@ def optimizer_s(
     return passes * (3 * parameter_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
 
 
-CAST_BYTES = 3
-"""Read and written per element that is cast from two bytes to one."""
-
-
 UNFUSED = 2.5
 """How much more memory torch's optimizers move than a fused one, as they run one operator after the
 other.
@@ -196,12 +192,15 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
     forward_bytes, backward_bytes = traffic(call, wanted, communicates, has_queue)
     forward_flops_s, backward_flops_s = arithmetic_s(call, wanted, device)
     if casts_operands(call, device):
-        # Each operand is read in two bytes and written in one; the backward casts the gradient too,
-        # and reads what the forward has cast.
-        cast = sum(operand.num_elements for operand in call.operands[:2])
-        forward_flops_s += device.memory_s(CAST_BYTES * cast)
+        # The backward casts the gradient, and reads what the forward has cast.
+        casts = (*call.operands[:2], call.results[0])
+        input_bytes, weight_bytes, gradient_bytes = (
+            num_bytes * tensor.num_elements
+            for num_bytes, tensor in zip(device.linear_cast_bytes, casts, strict=True)
+        )
+        forward_flops_s += device.memory_s(input_bytes + weight_bytes)
         if wanted:
-            backward_flops_s += device.memory_s(CAST_BYTES * call.results[0].num_elements)
+            backward_flops_s += device.memory_s(gradient_bytes)
     # Without a queue that prefetches, a product waits for its operands before it computes.
     if forward_flops_s:
         forward_flops_s += device.fetch_s(forward_bytes)

@@ -124,6 +124,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
             0.0,
             {"float32": EfficiencyTable((1, 8), (4,), (2, 3), (0.1, 0.2, 0.3, 0.4))},
             linear_dtype="float8_e4m3fn",
+            linear_cast_bytes=(4.0, 0.0, 4.0),
             unaligned_efficiency=0.25,
             queue_s=(3e-6, 4e-6),
             queue_stops=True,

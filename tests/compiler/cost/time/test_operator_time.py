@@ -354,6 +354,11 @@ def test_linear_layers_cast_to_the_dtype_of_the_device() -> None:
     operands_s, gradient_s = 3 * (64 + 256) * 128 / 1e12, 3 * 64 * 256 / 1e12
     assert after.forward_s == pytest.approx(before.forward_s / 2 + operands_s)
     assert after.backward_s == pytest.approx(before.backward_s / 2 + gradient_s)
+    # A cast that writes the transposed tensor, too, of weights that are cast once a step.
+    cast = replace(cast, device=replace(cast.device, linear_cast_bytes=(4.0, 0.0, 4.0)))
+    once = timed(F.linear, x, weight, hardware=cast)
+    assert once.forward_s == pytest.approx(before.forward_s / 2 + 4 * 64 * 128 / 1e12)
+    assert once.backward_s == pytest.approx(before.backward_s / 2 + 4 * 64 * 256 / 1e12)
     for function, args in (
         (torch.matmul, (x, weight.mT)),
         (F.linear, (randn(64, 128), randn(256, 128))),

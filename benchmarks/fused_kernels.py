@@ -1,0 +1,96 @@
+"""Kernels that Megatron and NeMo have, and torch has not: gates and rotary positions in one each.
+
+They are functions that compute the same, registered as operators, so that each is priced as one
+kernel: what goes in is read once, and what comes out is written once. :func:`with_fused_kernels`
+puts them into a model of transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.nemotron import modeling_nemotron
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+import shardwright
+
+
+@shardwright.register_op("*, * -> *")
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return F.silu(gate) * up
+
+
+def _rotary_dims(x: Any, cos: Any, sin: Any) -> str:
+    # Samples may share their positions.
+    table = "b s r^" if cos.shape[0] == x.shape[0] else "1 s r^"
+    return f"b h s d^, {table}, {table} -> b h s d^"
+
+
+@shardwright.register_op(_rotary_dims, linear=["x"])
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of ``x`` [B, H, S, D], by the tables [B or 1, S, R]. They turn the first R
+    elements of each head.
+    """
+    turning, staying = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    left, right = turning.chunk(2, -1)
+    turned = torch.cat((-right, left), -1)
+    return torch.cat((turning * cos.unsqueeze(1) + turned * sin.unsqueeze(1), staying), -1)
+
+
+def _rotated(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    assert unsqueeze_dim == 1
+    return rotary(query, cos, sin), rotary(key, cos, sin)
+
+
+UNFUSED = {
+    module: module.apply_rotary_pos_emb
+    for module in (modeling_llama, modeling_nemotron, modeling_qwen3_moe)
+}
+"""The functions of transformers whose places are taken."""
+
+for _module in UNFUSED:
+    _module.apply_rotary_pos_emb = _rotated
+
+
+class GatedMLP(nn.Module):
+    """A layer of Llama with its gate in one kernel."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return gated
+
+
+def with_fused_kernels(model: nn.Module) -> nn.Module:
+    """The model with gates in one kernel, and torch's RMS norms, of which each is one, where it had
+    its own. (Its rotary positions are in one already.)
+    """
+    for name, module in list(model.named_modules()):
+        kind = type(module).__name__
+        parent, _, own = name.rpartition(".")
+        if kind.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+            weight, eps = module.weight, module.variance_epsilon
+            assert isinstance(weight, Tensor) and isinstance(eps, float)
+            norm = nn.RMSNorm(tuple(weight.shape), eps, device=weight.device, dtype=weight.dtype)
+            setattr(model.get_submodule(parent), own, norm)
+        elif kind == "LlamaMLP":
+            setattr(model.get_submodule(parent), own, GatedMLP(module))
+        elif kind == "Qwen3MoeExperts":
+            module._apply_gate = _gated  # type: ignore[assignment]
+    return model
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gated: Tensor = swiglu(gate, up)
+    return gated

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.nemotron import modeling_nemotron
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -51,7 +52,7 @@ def _rotated(
 
 UNFUSED = {
     module: module.apply_rotary_pos_emb
-    for module in (modeling_llama, modeling_nemotron, modeling_qwen3_moe)
+    for module in (modeling_deepseek_v3, modeling_llama, modeling_nemotron, modeling_qwen3_moe)
 }
 """The functions of transformers whose places are taken."""
 
@@ -83,9 +84,9 @@ def with_fused_kernels(model: nn.Module) -> nn.Module:
             assert isinstance(weight, Tensor) and isinstance(eps, float)
             norm = nn.RMSNorm(tuple(weight.shape), eps, device=weight.device, dtype=weight.dtype)
             setattr(model.get_submodule(parent), own, norm)
-        elif kind == "LlamaMLP":
+        elif kind in ("LlamaMLP", "DeepseekV3MLP"):
             setattr(model.get_submodule(parent), own, GatedMLP(module))
-        elif kind == "Qwen3MoeExperts":
+        elif kind in ("Qwen3MoeExperts", "DeepseekV3Experts"):
             module._apply_gate = _gated  # type: ignore[assignment]
     return model
 

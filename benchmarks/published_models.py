@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from fused_kernels import with_fused_kernels
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -197,6 +199,15 @@ def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
     return with_fused_kernels(Qwen3MoeForCausalLM(config))
 
 
+def deepseek_v3(sizes: Sizes) -> nn.Module:
+    """DeepSeek-V3 without the head that predicts a further token. Its first three layers are dense,
+    however many there are.
+    """
+    # How pairs of elements lie that are turned together changes no kernel.
+    config = DeepseekV3Config(num_hidden_layers=sizes.layers, rope_interleave=False)
+    return with_fused_kernels(DeepseekV3ForCausalLM(config))
+
+
 def gpt_oss_120b(sizes: Sizes) -> nn.Module:
     return with_fused_kernels(GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers)))
 
@@ -216,6 +227,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "DeepSeekV3": Family(deepseek_v3, "model.layers.*", "model.layers.*.self_attn"),
     "GPT OSS 120B": Family(gpt_oss_120b, "model.layers.*", "model.layers.*.self_attn", 2),
     "GPT": Family(megatron, "layers.*", "layers.*.core"),
     "GPT3": Family(megatron_flash, "layers.*", "layers.*.core"),

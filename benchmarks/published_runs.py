@@ -323,8 +323,6 @@ def hardware_of(gpu: str, gpus: int) -> Hardware:
 def refusal(row: Row) -> str | None:
     """Why a row cannot be priced, in words; ``None`` if it can."""
     sizes = row.sizes
-    if row.model.startswith("DeepSeek"):
-        return "the first layers of the model differ from all others"
     if family_of(row.model) is None:
         return f"model {row.model!r} is not known here"
     if row.gpu not in PRESETS:

@@ -2,11 +2,13 @@
 
 They are functions that compute the same, registered as operators, so that each is priced as one
 kernel: what goes in is read once, and what comes out is written once. :func:`with_fused_kernels`
-puts them into a model of transformers.
+puts gates and norms into a model of transformers, :func:`one_rotary_kernel` is for its trace.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,14 +52,21 @@ def _rotated(
     return rotary(query, cos, sin), rotary(key, cos, sin)
 
 
-UNFUSED = {
-    module: module.apply_rotary_pos_emb
-    for module in (modeling_deepseek_v3, modeling_llama, modeling_nemotron, modeling_qwen3_moe)
-}
-"""The functions of transformers whose places are taken."""
+MODULES = (modeling_deepseek_v3, modeling_llama, modeling_nemotron, modeling_qwen3_moe)
+"""Where transformers has a function of rotary positions that :func:`rotary` replaces."""
 
-for _module in UNFUSED:
-    _module.apply_rotary_pos_emb = _rotated
+
+@contextlib.contextmanager
+def one_rotary_kernel() -> Iterator[None]:
+    """Models that run meanwhile, such as to be traced, turn by :func:`rotary`."""
+    own = [module.apply_rotary_pos_emb for module in MODULES]
+    try:
+        for module in MODULES:
+            module.apply_rotary_pos_emb = _rotated
+        yield
+    finally:
+        for module, function in zip(MODULES, own, strict=True):
+            module.apply_rotary_pos_emb = function
 
 
 class GatedMLP(nn.Module):
@@ -74,7 +83,7 @@ class GatedMLP(nn.Module):
 
 def with_fused_kernels(model: nn.Module) -> nn.Module:
     """The model with gates in one kernel, and torch's RMS norms, of which each is one, where it had
-    its own. (Its rotary positions are in one already.)
+    its own.
     """
     for name, module in list(model.named_modules()):
         kind = type(module).__name__

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from fused_kernels import one_rotary_kernel
 from published_models import qwen3
 from published_runs import PRESETS, hardware_of, over_nodes
 from published_search import Published, compare, heading
@@ -143,7 +144,8 @@ def graph_of(row: Row) -> PlannableGraph:
         model = MODELS[row.model]().to(torch.bfloat16)
     tokens = torch.zeros(row.microbatch * row.dp, row.seq, dtype=torch.long)
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    graph = annotate(trace(model, inputs), pass_manager())
+    with one_rotary_kernel():
+        graph = annotate(trace(model, inputs), pass_manager())
     return PlannableGraph.of(needed(with_imbalance(graph, 1.0), row.config))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from fused_kernels import one_rotary_kernel
 from published_models import KNOWN_SIZES, Sizes, family_of, on_meta
 
 from shardwright.compiler.compile import annotate, pass_manager
@@ -376,7 +377,8 @@ def graph_of(model: str, sizes: Sizes, samples: int) -> PlannableGraph:
     inputs: dict[str, object] = {"input_ids": tokens, "labels": tokens}
     if family.layers.startswith("model."):
         inputs["use_cache"] = False
-    graph = annotate(trace(on_meta(family, sizes), inputs), pass_manager())
+    with one_rotary_kernel():
+        graph = annotate(trace(on_meta(family, sizes), inputs), pass_manager())
     return PlannableGraph.of(with_imbalance(graph, 1.0))
 
 

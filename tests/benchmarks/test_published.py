@@ -179,11 +179,15 @@ def test_fused_kernels_compute_what_models_do(script: ModuleType) -> None:
     x = torch.randn(2, 3, 8, dtype=torch.double)
     torch.testing.assert_close(fused.GatedMLP(mlp)(x), mlp(x))
     query, key = (torch.randn(2, heads, 3, 8, dtype=torch.double) for heads in (4, 2))
-    for module, own in fused.UNFUSED.items():
+    for module in fused.MODULES:
         turned = 4 if module is fused.modeling_nemotron else 8
         cos, sin = torch.randn(2, 1, 3, turned, dtype=torch.double)
-        expected = own(query, key, cos, sin)
-        torch.testing.assert_close(module.apply_rotary_pos_emb(query, key, cos, sin), expected)
+        expected = module.apply_rotary_pos_emb(query, key, cos, sin)
+        with fused.one_rotary_kernel():
+            assert module.apply_rotary_pos_emb is fused._rotated
+            found = module.apply_rotary_pos_emb(query, key, cos, sin)
+        torch.testing.assert_close(found, expected)
+        assert module.apply_rotary_pos_emb is not fused._rotated
 
 
 def test_no_study_is_fitted_on_more_than_a_tenth(script: ModuleType) -> None:

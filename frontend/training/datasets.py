@@ -187,6 +187,16 @@ def example_of(
     return {**model.literals, **example}
 
 
+def cast_to(dtype: torch.dtype | None) -> Callable[[str, Any], Any]:
+    """What casts the floating tensors of samples to the dtype of the module."""
+
+    def cast(path: str, leaf: Any) -> Any:
+        is_floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if dtype is not None and is_floating else leaf
+
+    return cast
+
+
 def _tokenizer(name: str) -> Any:
     try:
         return import_module("transformers").AutoTokenizer.from_pretrained(name)

@@ -4,9 +4,9 @@
         if record["loss"] < 1.0:
             run.stop.ask("the loss is low enough")
 
-All ranks call them, with the :class:`~shardwright.frontend.training.trainer.Run` and the record of
-what happened, so they may do what is collective. Where a record is of logged steps only, so is the
-call of the hook.
+All ranks call them, with the :class:`~shardwright.frontend.training.run_state.Run` and the record
+of what happened, so they may do what is collective. Where a record is of logged steps only, so is
+the call of the hook.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from shardwright.data.rank_roles import roles
 from shardwright.frontend.training.learning_rates import part_of_rate
 from shardwright.frontend.training.read_settings import read_run
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.frontend.training.trainer import RunResult, train
+from shardwright.frontend.training.run_state import RunResult
+from shardwright.frontend.training.trainer import train
 from shardwright.runtime.ranks.threads import run_ranks
 
 VOCAB, LENGTH, SAMPLES = 16, 6, 24

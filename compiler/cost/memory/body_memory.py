@@ -31,18 +31,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.memory.footprint import Footprints, Forward, TensorForm
-from shardwright.compiler.cost.memory.ledger import Ledger
+from shardwright.compiler.cost.memory.gathered_tensors import GatheredTensors
+from shardwright.compiler.cost.memory.ledger import ACTIVATION, TEMPORARY, Ledger
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import (
-    Adapt,
-    Instruction,
-    Loop,
-    Program,
-    gathers_at,
-    joins,
-)
+from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
 from shardwright.compiler.plan.repeated_blocks import (
     Run,
     gathered_until,
@@ -50,8 +43,6 @@ from shardwright.compiler.plan.repeated_blocks import (
     reads,
     writes,
 )
-
-ACTIVATION, TEMPORARY = "activation", "temporary"
 
 
 @dataclass(slots=True)
@@ -120,7 +111,6 @@ class BodyMemory:
         trains: bool = True,
         summed_in: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
-        self._summed_in = summed_in
         self.program, self.footprints, self.ledger = program, footprints, ledger
         self.arrive, self.trains = arrive, trains
         self.inexact: set[str] = set()
@@ -129,34 +119,7 @@ class BodyMemory:
         self.nodes: list[Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
-        # The storages of gathered weights that are whole now, by name of the value.
-        self.gathered: dict[str, int] = {}
-        # The bytes that each collective of weights gathers, in their order. ``num_gathered`` counts
-        # how far forward has come in that list; backward counts down again.
-        self._groups = _gatherings(program)
-        self._group_of = {
-            adapter.result.name: number
-            for number, group in enumerate(self._groups)
-            for adapter in group
-        }
-        # The gathers of one collective, by the names of their results.
-        self._together = {
-            adapter.result.name: group
-            for position, i in enumerate(program.body)
-            if not joins(i)
-            for group in [gathers_at(program.body, position)]
-            for adapter in group
-        }
-        # What backward gathers again, by name. An activation may be among it.
-        self._again = {
-            i.result.name: i for i in program.body if isinstance(i, Adapt) and i.gathers_again
-        }
-        self.on_their_way = [sum(map(self._whole_bytes, group)) for group in self._groups]
-        self.num_gathered = 0
-        # How many operators' backwards will still ask for each weight, and the storages of those
-        # that came for one of them and are held for the others.
-        self._asked: dict[str, int] = {}
-        self._came: dict[str, int] = {}
+        self._gathered = GatheredTensors(program, footprints.rank.mesh, ledger, summed_in)
         self._views: set[int] = set()  # storages of gradients that are views
         self._temporary_bytes = 0  # what the last instruction needed beside its results
         # Weights whose gradients are computed beside an adapter's backward, and the nodes of their
@@ -191,7 +154,7 @@ class BodyMemory:
             inside = self._bind(item.instructions, region, inside_over)
             bound += [self.ledger.hold(self.values[value.name].storage) for value in item.outputs]
             self.release(inside)
-            self._drop(over.get(position, []))
+            self._gathered.drop(over.get(position, []))
         for _, value in self.program.output.leaves():
             if isinstance(value, IRValue):
                 self.outputs.append(self.ledger.hold(self.values[value.name].storage))
@@ -221,19 +184,8 @@ class BodyMemory:
                 self.nodes.append(node)
                 if region is not None:
                     self.regions[region].nodes.append(node)
-            self._drop((over or {}).get(position, ()))
+            self._gathered.drop((over or {}).get(position, ()))
         return bound
-
-    def _drop(self, weights: Sequence[IRValue]) -> None:
-        for value in weights:
-            if value.name in self.gathered:
-                self.ledger.release(self.gathered.pop(value.name))
-
-    def _ahead(self, number: int) -> int:
-        """The bytes of the gathered weight at this position, which is on its way; 0 if there is
-        none.
-        """
-        return self.on_their_way[number] if 0 <= number < len(self.on_their_way) else 0
 
     def _run(
         self, instruction: Instruction, bound: list[int], *, keeps: bool, again: bool = False
@@ -251,14 +203,12 @@ class BodyMemory:
         if not found.exact:
             self.inexact.add(_name(instruction))
         held_shortly = isinstance(instruction, Adapt) and instruction.gathers_again
-        weight = isinstance(instruction, Adapt) and instruction.gathers_weight
-        if weight and not joins(instruction):
-            self.num_gathered += -1 if again else 1
+        self._gathered.pass_by(instruction, again=again)
         self._temporary_bytes = max(0, found.peak - sum(found.made))
-        joined = self._joining_bytes(instruction)
+        joined = self._gathered.joining_bytes(instruction)
         # While a weight is used, the next one is being gathered, on the way forward only.
         self.ledger.use(
-            found.peak + joined + (0 if again else self._ahead(self.num_gathered)),
+            found.peak + joined + (0 if again else self._gathered.next_bytes()),
             _name(instruction),
         )
         # The footprint numbers storages: those of operands first, then those that it makes. This
@@ -272,17 +222,17 @@ class BodyMemory:
             self.values[value.name] = _Local(form, numbers[number])
             storage = self.ledger.hold(numbers[number])
             if held_shortly:
-                self.gathered[value.name] = storage
+                self._gathered.whole[value.name] = storage
             else:
                 bound.append(storage)
         node = None
         if self.trains and any(form.requires_grad for form in found.results):
             # The runtime's hooks replace a gathered weight that autograd saves by a handle, which
             # gathers it again in backward: it is not held, but counts while that backward runs.
-            whole = {} if again else {storage: name for name, storage in self.gathered.items()}
+            whole = {} if again else {s: name for name, s in self._gathered.whole.items()}
             gathered = dict.fromkeys(whole[numbers[n]] for n in found.saved if numbers[n] in whole)
-            for name in gathered if keeps else ():
-                self._asked[name] = self._asked.get(name, 0) + 1
+            if keeps:
+                self._gathered.ask_for(gathered)
             saved = (
                 [self.ledger.hold(numbers[n]) for n in found.saved if numbers[n] not in whole]
                 if keeps
@@ -331,8 +281,7 @@ class BodyMemory:
                 self.release(self.regions[node.region].arguments)
                 self.regions[node.region].arguments = []
         self.arrive_rest(gradients)
-        self.release([*self._came.values()])
-        self._came.clear()
+        self._gathered.close()
         for node in kept:
             self.release(node.saved)
         for region in self.regions:
@@ -372,10 +321,8 @@ class BodyMemory:
         held = [self.ledger.hold(gradient[1]) for gradient in incoming if gradient is not None]
         self.differentiate(node, incoming, gradients, remaining)
         if adapter.step.backward == "reduce_scatter":
-            held += [
-                self.ledger.hold(self.ledger.new(self._whole_bytes(adapter), TEMPORARY))
-                for _ in range(2)
-            ]
+            whole_bytes = self._gathered.bytes_of(adapter)
+            held += [self.ledger.hold(self.ledger.new(whole_bytes, TEMPORARY)) for _ in range(2)]
         for weight in adapter.beside:
             # There is none if no gradient came to the product.
             if weight.name in self._left:
@@ -428,16 +375,12 @@ class BodyMemory:
         )
         if not found.exact:
             self.inexact.add(f"backward of {name}")
-        for weight in node.gathered:
-            if weight not in self._came:
-                self._arrive_again(weight)
+        self._gathered.come_again(node.gathered)
         # Beside what the operator itself needs: the weight that its predecessor in the forward
         # needs next, and what summing a gradient takes.
-        extra = (
-            (self._ahead(self.num_gathered - 1) if node.gathered else 0)
-            + self._cast_bytes(node)
-            + self._joined_bytes(node)
-        )
+        ahead = self._gathered.previous_bytes() if node.gathered else 0
+        piece = node.operands[0].form
+        extra = ahead + self._gathered.summing_bytes(node.instruction, piece)
         self.ledger.use(found.peak + extra, f"backward of {name}")
         made = [self.ledger.new(size, TEMPORARY) for size in found.made]
         numbers = [g[1] if g is not None else -1 for g in incoming] + made
@@ -453,10 +396,7 @@ class BodyMemory:
         for g in incoming:  # the engine lets go of what came in before it hands out the results
             if g is not None:
                 self.ledger.release(g[1])
-        for weight in node.gathered:
-            self._asked[weight] = self._asked.get(weight, 1) - 1
-            if self._asked[weight] <= 0 and weight in self._came:
-                self.ledger.release(self._came.pop(weight))
+        self._gathered.let_go(node.gathered)
         for number in made:
             self.ledger.drop_unheld(number)
         for operand, form, storage in results:
@@ -464,83 +404,6 @@ class BodyMemory:
             remaining[operand] -= 1
             if operand in self.sources and remaining[operand] == 0:
                 self.arrive(operand, *gradients.pop(operand))
-
-    def _whole_bytes(self, adapter: Adapt) -> int:
-        return local_bytes(adapter.step.after, adapter.of.dtype, self.footprints.rank.mesh)
-
-    def _arrive_again(self, weight: str) -> None:
-        """Hold a weight for the backward of its operator, and what comes in one collective with it
-        and is asked for as well.
-        """
-        group: tuple[Adapt, ...] = (self._again[weight],)
-        if weight in self._group_of:
-            group = self._groups[self._group_of[weight]]
-            # One collective brings the whole group, so its members are asked for once.
-            self.num_gathered -= 1
-        for adapter in group:
-            name = adapter.result.name
-            if name == weight or (self._asked.get(name, 0) > 0 and name not in self._came):
-                storage = self.ledger.new(self._whole_bytes(adapter), ACTIVATION)
-                self._came[name] = self.ledger.hold(storage)
-
-    def _joining_bytes(self, instruction: Instruction) -> int:
-        """The bytes that it takes to gather several activations in one collective, beyond those of
-        one: what came for the others, while all are joined.
-        """
-        if not joins(instruction):
-            return 0
-        assert isinstance(instruction, Adapt)
-        *others, last = self._together[instruction.result.name]
-        # Weights arrive where they belong.
-        if instruction.gathers_weight or instruction is not last:
-            return 0
-        return sum(map(self._whole_bytes, others))
-
-    def _joined_bytes(self, node: Node) -> int:
-        """The bytes that it takes to sum the gradients of several gathered values in one
-        collective, beyond those of one: the others' rows and pieces, and all rows end to end.
-
-        They are there from the first of the gathers whose backward runs, which is the last.
-        """
-        instruction = node.instruction
-        if not joins(instruction):
-            return 0
-        assert isinstance(instruction, Adapt)
-        group = self._together[instruction.result.name]
-        summed = [adapter for adapter in group if adapter.of.takes_gradient]
-        # The gradients wait for each other: the collective runs when the last of them is there.
-        if instruction is not summed[-1] or instruction.step.backward != "reduce_scatter":
-            return 0
-        mesh = self.footprints.rank.mesh
-        pieces = sum(local_bytes(a.step.before, a.of.dtype, mesh) for a in summed[:-1])
-        wholes = [self._whole_bytes(adapter) for adapter in summed]
-        # What one alone takes is counted where its adapter is. Of activations all whole gradients
-        # are there in any case: only what is sent and what comes is there beside them.
-        if not instruction.gathers_weight:
-            return pieces + 2 * sum(wholes[:-1])
-        # All whole gradients are there, their copies end to end beside them, and the pieces that
-        # come out.
-        return pieces + sum(wholes[:-1]) + sum(wholes)
-
-    def _cast_bytes(self, node: Node) -> int:
-        """The bytes that it takes to sum the gradient of a gathered weight in another dtype.
-
-        These are a copy of the whole gradient in that dtype, and what the room for the sum and this
-        rank's piece of it have more than in the weight's dtype.
-        """
-        if not (isinstance(node.instruction, Adapt) and node.instruction.gathers_weight):
-            return 0
-        weight = node.operands[0].form
-        wide, narrow = self._summed_in(weight.dtype).itemsize, weight.dtype.itemsize
-        if wide == narrow:
-            return 0
-        whole = (
-            local_bytes(node.instruction.step.after, weight.dtype, self.footprints.rank.mesh)
-            // narrow
-        )
-        # The whole gradient in the wide dtype, and what gradient and piece take more than in the
-        # narrow one, in which they are counted elsewhere.
-        return whole * wide + (whole + weight.num_bytes // narrow) * (wide - narrow)
 
     def _accumulated(
         self, held: Gradient | None, form: TensorForm, storage: int, name: str
@@ -586,11 +449,10 @@ class BodyMemory:
             if node is not None:
                 known = by_instruction[id(instruction)]
                 known.saved, known.operands, known.gathered = node.saved, node.operands, ()
-            self._drop(region.over.get(position, ()))
+            self._gathered.drop(region.over.get(position, ()))
         self.release(bound)
         # Weights that were gathered for the first run alone.
-        for name in list(self.gathered):
-            self.ledger.release(self.gathered.pop(name))
+        self._gathered.drop_all()
 
     def _forwards(self, region: _Region) -> list[Forward]:
         found = []
@@ -604,15 +466,6 @@ class BodyMemory:
         for storage in storages:
             self.ledger.release(storage)
         storages.clear()
-
-
-def _gatherings(program: Program) -> list[tuple[Adapt, ...]]:
-    """The gathers of weights, by the collectives in which they go."""
-    return [
-        gathers_at(program.body, position)
-        for position, i in enumerate(program.body)
-        if isinstance(i, Adapt) and i.gathers_weight and not i.joins
-    ]
 
 
 def _name(instruction: Instruction) -> str:

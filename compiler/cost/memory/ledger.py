@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+ACTIVATION, TEMPORARY = "activation", "temporary"
+"""The categories of what a forward and a backward hold."""
+
 
 @dataclass(slots=True)
 class _Storage:
@@ -91,7 +94,7 @@ class Ledger:
         if is_peak or self.history is not None:
             totals = {key: value for key, value in self.totals.items() if value}
             if num_bytes:
-                totals["temporary"] = totals.get("temporary", 0) + num_bytes
+                totals[TEMPORARY] = totals.get(TEMPORARY, 0) + num_bytes
             moment = Moment(self.now + num_bytes, totals, name)
             self.peak = moment if is_peak else self.peak
             if self.history is not None:

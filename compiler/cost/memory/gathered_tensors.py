@@ -1,0 +1,200 @@
+"""The memory of tensors that are gathered for an operator and let go after it.
+
+Such a tensor is there from its gathering to its last use in the forward. Autograd does not keep it:
+it comes once more for the backward of each operator that read it. While one is used, the next one
+is on its way. Those that come in one collective come again in one.
+
+Example: two weights of 8 bytes, each used by one operator. While the first is used there are 16
+bytes, as the second is on its way; while the second is used 8. In backward it is the other way
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.memory.footprint import TensorForm
+from shardwright.compiler.cost.memory.ledger import ACTIVATION, Ledger
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.program import Adapt, Instruction, Program, gathers_at, joins
+from shardwright.runtime.layout import Mesh
+
+
+class GatheredTensors:
+    """What of a program's gathered tensors is on a rank of ``mesh``, while its walk goes on.
+
+    ``whole``: the storages of those that are there in the forward, by name of the value.
+    ``summed_in``: gives the dtype in which the gradient of a weight is summed, from that of the
+    weight.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        ledger: Ledger,
+        summed_in: Callable[[torch.dtype], torch.dtype],
+    ) -> None:
+        self._mesh, self._ledger, self._summed_in = mesh, ledger, summed_in
+        self.whole: dict[str, int] = {}
+        # The gathers of one collective, by the names of their results.
+        groups = [
+            gathers_at(program.body, position)
+            for position, i in enumerate(program.body)
+            if isinstance(i, Adapt) and not i.joins
+        ]
+        self._together = {adapter.result.name: group for group in groups for adapter in group}
+        # What backward gathers again, by name. An activation may be among it.
+        self._again = {
+            i.result.name: i for i in program.body if isinstance(i, Adapt) and i.gathers_again
+        }
+        # The bytes of each collective of weights, in their order. ``_passed`` counts how far
+        # forward has come in that list; backward counts down again.
+        self._on_their_way = [
+            sum(map(self.bytes_of, group)) for group in groups if group[0].gathers_weight
+        ]
+        self._passed = 0
+        # How many operators' backwards will still ask for each tensor, and the storages of those
+        # that came for one of them and are held for the others.
+        self._asked: dict[str, int] = {}
+        self._came: dict[str, int] = {}
+
+    def bytes_of(self, adapter: Adapt) -> int:
+        """The bytes of a tensor when it is gathered."""
+        return local_bytes(adapter.step.after, adapter.of.dtype, self._mesh)
+
+    # ---------------------------------------------------------------------------------------------
+    # forward
+
+    def pass_by(self, instruction: Instruction, *, again: bool) -> None:
+        """Note that an instruction runs; ``again``: in a backward, for a region."""
+        weight = isinstance(instruction, Adapt) and instruction.gathers_weight
+        if weight and not joins(instruction):
+            self._passed += -1 if again else 1
+
+    def next_bytes(self) -> int:
+        """The bytes of the weights on their way in the forward; 0 if there are none."""
+        return self._bytes_at(self._passed)
+
+    def ask_for(self, names: Iterable[str]) -> None:
+        """Note that the backward of an operator will need these."""
+        for name in names:
+            self._asked[name] = self._asked.get(name, 0) + 1
+
+    def drop(self, values: Iterable[IRValue]) -> None:
+        """Let go of those of these values that are there."""
+        for value in values:
+            if value.name in self.whole:
+                self._ledger.release(self.whole.pop(value.name))
+
+    def drop_all(self) -> None:
+        """Let go of all that are there."""
+        for storage in self.whole.values():
+            self._ledger.release(storage)
+        self.whole.clear()
+
+    # ---------------------------------------------------------------------------------------------
+    # backward
+
+    def previous_bytes(self) -> int:
+        """The bytes of the weights on their way in the backward; 0 if there are none."""
+        return self._bytes_at(self._passed - 1)
+
+    def come_again(self, names: Sequence[str]) -> None:
+        """Hold these for the backward of their operator, and with each what comes in the same
+        collective and is asked for as well.
+        """
+        for name in names:
+            if name in self._came:
+                continue
+            first = self._again[name]
+            group = self._together[name] if first.gathers_weight else (first,)
+            # One collective brings all of them, so it counts once.
+            self._passed -= first.gathers_weight
+            for adapter in group:
+                other = adapter.result.name
+                if other == name or (self._asked.get(other, 0) > 0 and other not in self._came):
+                    storage = self._ledger.new(self.bytes_of(adapter), ACTIVATION)
+                    self._came[other] = self._ledger.hold(storage)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Note that the backward of their operator is over."""
+        for name in names:
+            self._asked[name] = self._asked.get(name, 1) - 1
+            if self._asked[name] <= 0 and name in self._came:
+                self._ledger.release(self._came.pop(name))
+
+    def close(self) -> None:
+        """Let go of all that came for the backward."""
+        for storage in self._came.values():
+            self._ledger.release(storage)
+        self._came.clear()
+
+    # ---------------------------------------------------------------------------------------------
+    # what collectives need
+
+    def joining_bytes(self, instruction: Instruction) -> int:
+        """The bytes that it takes to gather several activations in one collective, beyond those of
+        one: what came for the others, while all are joined.
+        """
+        if not joins(instruction):
+            return 0
+        assert isinstance(instruction, Adapt)
+        *others, last = self._together[instruction.result.name]
+        # Weights arrive where they belong.
+        if instruction.gathers_weight or instruction is not last:
+            return 0
+        return sum(map(self.bytes_of, others))
+
+    def summing_bytes(self, instruction: Instruction, piece: TensorForm) -> int:
+        """The bytes that it takes to sum the gradient of what an instruction gathered, of which
+        the rank has ``piece``, beyond the gradients themselves; 0 if it gathers nothing.
+        """
+        if not isinstance(instruction, Adapt):
+            return 0
+        return self._joined_bytes(instruction) + self._cast_bytes(instruction, piece)
+
+    def _joined_bytes(self, adapter: Adapt) -> int:
+        """The bytes that it takes to sum the gradients of several gathered values in one
+        collective, beyond those of one: the others' rows and pieces, and all rows end to end.
+
+        They are there from the first of the gathers whose backward runs, which is the last.
+        """
+        if not joins(adapter):
+            return 0
+        group = self._together[adapter.result.name]
+        summed = [adapter for adapter in group if adapter.of.takes_gradient]
+        # The gradients wait for each other: the collective runs when the last of them is there.
+        if adapter is not summed[-1] or adapter.step.backward != "reduce_scatter":
+            return 0
+        pieces = sum(local_bytes(a.step.before, a.of.dtype, self._mesh) for a in summed[:-1])
+        wholes = [self.bytes_of(adapter) for adapter in summed]
+        # What one alone takes is counted where its adapter is. Of activations all whole gradients
+        # are there in any case: only what is sent and what comes is there beside them.
+        if not adapter.gathers_weight:
+            return pieces + 2 * sum(wholes[:-1])
+        # All whole gradients are there, their copies end to end beside them, and the pieces that
+        # come out.
+        return pieces + sum(wholes[:-1]) + sum(wholes)
+
+    def _cast_bytes(self, adapter: Adapt, piece: TensorForm) -> int:
+        """The bytes that it takes to sum the gradient of a gathered weight in another dtype.
+
+        These are a copy of the whole gradient in that dtype, and what the room for the sum and this
+        rank's piece of it have more than in the weight's dtype.
+        """
+        if not adapter.gathers_weight:
+            return 0
+        wide, narrow = self._summed_in(piece.dtype).itemsize, piece.dtype.itemsize
+        if wide == narrow:
+            return 0
+        whole = local_bytes(adapter.step.after, piece.dtype, self._mesh) // narrow
+        # The whole gradient in the wide dtype, and what gradient and piece take more than in the
+        # narrow one, in which they are counted elsewhere.
+        return whole * wide + (whole + piece.num_bytes // narrow) * (wide - narrow)
+
+    def _bytes_at(self, number: int) -> int:
+        return self._on_their_way[number] if 0 <= number < len(self._on_their_way) else 0

@@ -2,6 +2,7 @@
 
     python benchmarks/published.py                      # the tables in benchmarks/published
     python benchmarks/published.py OTHER.csv --rows     # any table of the same columns, row by row
+    python benchmarks/published.py OTHER.csv --presets  # nothing fitted, whatever the study
     python benchmarks/published.py --fit                # the constants of all studies again
     python benchmarks/published.py --pictures docs/validation
 
@@ -21,6 +22,7 @@ import argparse
 import functools
 import itertools
 import json
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +37,11 @@ from published_runs import (
     depths_of,
     hardware_of,
     program_of,
-    read_rows,
     refusal,
     shape_of,
     with_microbatches,
 )
+from published_tables import read_tables, unread_columns
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +50,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
-from shardwright.runtime.errors import ShardwrightError
+from shardwright.runtime.errors import ConfigError, ShardwrightError
 
 TABLES = Path(__file__).with_suffix("")
 MACHINES = TABLES / "machines.json"
@@ -225,6 +227,9 @@ class Programs:
                     self._programs[key] = program_of(row, depth)
                 except ShardwrightError as error:
                     self._programs[key] = error
+                except Exception as error:  # of transformers, about sizes that fit no model
+                    what = f"the model or its plan cannot be built: {error or type(error).__name__}"
+                    self._programs[key] = ConfigError(what)
             program = self._programs[key]
             if isinstance(program, ShardwrightError):
                 raise program
@@ -330,15 +335,27 @@ class Score:
     rank: float
     ordered: float
 
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """For a table: one row has no order, and none has no error."""
+        return (
+            str(self.count),
+            f"{self.error:.1%}" if self.count else "",
+            f"{self.rank:.3f}" if self.count > 2 else "",
+            f"{self.ordered:.1%}" if self.count > 1 else "",
+        )
+
     @classmethod
     def of(cls, predicted: Sequence[float], measured: Sequence[float]) -> Score:
         ours, theirs = np.array(predicted), np.array(measured)
         first, second = np.triu_indices(len(ours), 1)
         agree = np.sign(ours[first] - ours[second]) == np.sign(theirs[first] - theirs[second])
-        places = np.corrcoef(_places(ours), _places(theirs))
-        rank = float(places[0, 1]) if len(ours) > 2 else float("nan")
+        rank = float("nan")
+        if len(ours) > 2:
+            rank = float(np.corrcoef(_places(ours), _places(theirs))[0, 1])
         ordered = float(agree.mean()) if len(agree) else float("nan")
-        return cls(len(ours), float(np.abs(ours / theirs - 1).mean()), rank, ordered)
+        error = float(np.abs(ours / theirs - 1).mean()) if len(ours) else float("nan")
+        return cls(len(ours), error, rank, ordered)
 
 
 def _places(values: np.ndarray) -> np.ndarray:
@@ -450,6 +467,7 @@ def sorted_out(
         if why is None:
             try:
                 programs.of(row)
+                Machine({}).hardware(row)
             except ShardwrightError as error:
                 why = error.what
         if why is None:
@@ -485,10 +503,7 @@ def report(
         constants = ", ".join(f"{name} {value:g}" for name, value in machine.constants.items())
         summary.add_row(
             study,
-            str(score.count),
-            f"{score.error:.1%}",
-            f"{score.rank:.3f}",
-            f"{score.ordered:.1%}",
+            *score.cells,
             over,
             f"{constants} (on {len(machine.fitted_on)} rows)" if constants else "nothing",
         )
@@ -546,16 +561,38 @@ def main() -> None:
     )
     parser.add_argument("tables", nargs="*", type=Path, metavar="CSV")
     parser.add_argument("--fit", action="store_true", help="fit the constants again")
+    parser.add_argument("--presets", action="store_true", help="price by the presets alone")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--memory", action="store_true", help="audit the memory of each, too")
     parser.add_argument("--study", default="", help="only studies whose name has this text")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture per study")
     arguments = parser.parse_args()
+    try:
+        run(arguments)
+    except ShardwrightError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: a table that cannot be read, or no row of the studies that are asked for.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
     tables = arguments.tables or sorted(TABLES.glob("*.csv"))
-    rows = [row for table in tables for row in read_rows(table) if arguments.study in row.study]
-    programs, console, machines = Programs(), Console(width=160), load_machines()
+    all_rows = read_tables(tables)
+    rows = [row for row in all_rows if arguments.study in row.study]
+    if not rows:
+        raise ConfigError(
+            f"no row of a study with {arguments.study!r} in its name",
+            where=", ".join(map(str, tables)),
+            why="the studies are " + ("; ".join(sorted({row.study for row in all_rows})) or "none"),
+            hint="leave out --study" if all_rows else "give a table with a line for each run",
+        )
+    programs, console = Programs(), Console(width=160)
+    machines = {} if arguments.presets else load_machines()
     studies, refused = sorted_out(rows, programs)
     if arguments.fit:
         fitted = refit(studies, programs)
@@ -571,7 +608,9 @@ def main() -> None:
         pictures=arguments.pictures,
     )
     for why, names in sorted(refused.items()):
-        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})")
+        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})", markup=False)
+    for said in filter(None, map(unread_columns, tables)):
+        console.print(said, markup=False)
 
 
 if __name__ == "__main__":

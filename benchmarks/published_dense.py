@@ -32,10 +32,10 @@ from published_runs import (
     graph_of,
     hardware_of,
     plan_of,
-    read_rows,
     refusal,
 )
 from published_search import Published, compare, heading
+from published_tables import read_tables
 
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -151,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
     tables = arguments.table or sorted(TABLES.glob("*.csv"))
-    rows = [row for table in tables for row in read_rows(table)]
+    rows = read_tables(tables)
     rows = [row for row in rows if arguments.study in row.study and not row.experts]
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     said = distinct([row for row in rows if refusal(row) is None])

@@ -10,6 +10,7 @@ Megatron's was, or flash attention where it was that.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -217,41 +218,72 @@ class Family:
     """How the models of a family are built, and what their layers are called.
 
     ``core``: the part of a layer that selective recomputation computes again. ``period``:
-    every so many layers are alike.
+    every so many layers are alike. ``experts``: whether its layers have experts.
     """
 
     make: Callable[[Sizes], nn.Module]
     layers: str
     core: str
     period: int = 1
+    experts: bool = False
 
 
-FAMILIES: dict[str, Family] = {
-    "DeepSeekV3": Family(deepseek_v3, "model.layers.*", "model.layers.*.self_attn"),
-    "GPT OSS 120B": Family(gpt_oss_120b, "model.layers.*", "model.layers.*.self_attn", 2),
+def _with_experts(make: Callable[[Sizes], nn.Module], period: int = 1) -> Family:
+    return Family(make, "model.layers.*", "model.layers.*.self_attn", period, experts=True)
+
+
+FAMILIES: dict[str, Family | None] = {
+    "DeepSeekV3": _with_experts(deepseek_v3),
+    "GPT OSS 120B": _with_experts(gpt_oss_120b, 2),
     "GPT": Family(megatron, "layers.*", "layers.*.core"),
     "GPT3": Family(megatron_flash, "layers.*", "layers.*.core"),
     "MPT": Family(mpt, "layers.*", "layers.*.core"),
     "LLAMA": Family(llama, "model.layers.*", "model.layers.*.self_attn"),
     "Nemotron": Family(nemotron, "model.layers.*", "model.layers.*.self_attn"),
-    "Qwen3_30B_a3B": Family(qwen3_30b, "model.layers.*", "model.layers.*.self_attn"),
-    "Qwen3_235B_a22B": Family(qwen3_235b, "model.layers.*", "model.layers.*.self_attn"),
+    "Qwen3_30B_a3B": _with_experts(qwen3_30b),
+    "Qwen3_235B_a22B": _with_experts(qwen3_235b),
+    # These begin like others, and are other models.
+    **dict.fromkeys(("GPT OSS", "GPT-J", "GPT-NeoX", "GPT4", "LLAMA4", "LLAMA MoE"), None),
+    **dict.fromkeys(("Nemotron-H", "Nemotron V3", "Nemotron Nano"), None),
+    **dict.fromkeys(("Nemotron 3 Nano", "Nemotron 3 Super", "Nemotron 3 Ultra"), None),
 }
-"""Families by the beginning of a model's name; the longest beginning counts."""
+"""Families by the beginning of a model's name; the longest beginning counts. ``None``: a model that
+is not known here.
+"""
 
 KNOWN_SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "LLAMA2-7B": (32, 4096, 32, 32, 11008, 32000),
+    "LLAMA2-13B": (40, 5120, 40, 40, 13824, 32000),
+    "LLAMA2-70B": (80, 8192, 64, 8, 28672, 32000),
     "LLAMA3-8B": (32, 4096, 32, 8, 14336, 128256),
     "LLAMA3-70B": (80, 8192, 64, 8, 28672, 128256),
+    "LLAMA3.1-8B": (32, 4096, 32, 8, 14336, 128256),
+    "LLAMA3.1-70B": (80, 8192, 64, 8, 28672, 128256),
+    "LLAMA3.1-405B": (126, 16384, 128, 8, 53248, 128256),
 }
 """Layers, hidden size, heads, key and value heads, inner size and vocabulary of models of which a
-table says the name only (from their published configs).
+table says the name only (from their published configs), by the beginning of the name.
 """
 
 
+def _plain(model: str) -> str:
+    """A model's name without what tables spell differently: ``meta-llama/Llama-3.1-8B`` is
+    ``llama318b``.
+    """
+    name = re.sub(r"[^a-z0-9]", "", model.lower().rpartition("/")[2])
+    return name.removeprefix("meta")
+
+
 def family_of(model: str) -> Family | None:
-    """The family of a model by its name, whatever the case of its letters."""
-    matching = [name for name in FAMILIES if model.lower().startswith(name.lower())]
+    """The family of a model by its name; nothing if it is not known here."""
+    matching = [name for name in FAMILIES if _plain(model).startswith(_plain(name))]
     return FAMILIES[max(matching, key=len)] if matching else None
+
+
+def known_sizes(model: str) -> tuple[int, int, int, int, int, int]:
+    """The entry of :data:`KNOWN_SIZES` for a model; zeros if there is none."""
+    names = (name for name in KNOWN_SIZES if _plain(model).startswith(_plain(name)))
+    return next((KNOWN_SIZES[name] for name in names), (0, 0, 0, 0, 0, 0))
 
 
 def on_meta(family: Family, sizes: Sizes) -> nn.Module:

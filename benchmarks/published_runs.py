@@ -7,14 +7,12 @@ microbatches change no program of a mesh, so rows that differ in nothing else sh
 
 from __future__ import annotations
 
-import csv
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from fused_kernels import one_rotary_kernel
-from published_models import KNOWN_SIZES, Sizes, family_of, on_meta
+from published_models import FAMILIES, Sizes, family_of, on_meta
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
@@ -41,7 +39,7 @@ class Row:
 
     ``study``: a source and a kind of device: what is fitted and counted together. ``precision``:
     of products (``bfloat16`` or a float8). ``iter_s``: measured. Degrees of parallelism are 1
-    where a table says nothing.
+    where a table says nothing. ``fault``: what of its cells cannot be read, in words.
     """
 
     name: str
@@ -64,6 +62,7 @@ class Row:
     recompute: str
     iter_s: float
     notes: str
+    fault: str | None = None
 
     @property
     def experts_ranks(self) -> int:
@@ -142,19 +141,6 @@ Megatron-DeepSpeed's (``data/README.md`` of its repository), which sums 500 mill
 buffer (``megatron/model/distributed.py``).
 """
 
-STUDIES = {
-    "vtrain data/ground_truth_single": "vTrain, one node",
-    "vtrain": "vTrain, several nodes",
-    "2104.04473": "Megatron-LM 2021",
-    "2205.05198": "Megatron-LM 2022",
-    "llm-foundry": "llm-foundry",
-    "megatron-bridge": "Megatron-Bridge",
-    "nemo": "NeMo 24.07",
-    "torchtitan": "torchtitan",
-}
-"""Names of studies by what stands in the source of a row; the first that does counts."""
-
-
 LATER_MEGATRON = ("NeMo", "Megatron-Bridge")
 """The beginnings of studies that ran Megatron with what its configs for performance switch on:
 ``sequence_parallel``, ``overlap_grad_sync``, ``overlap_param_sync``, ``ub_tp_comm_overlap`` and
@@ -168,127 +154,8 @@ weight.
 """
 
 
-def study_of(source: str, gpu: str) -> str:
-    """The study of a row."""
-    lowered = source.lower()
-    name = next((name for part, name in STUDIES.items() if part in lowered), source)
-    return f"{name}, {gpu}"
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a table in either form."""
-    with path.open(encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
-    return [_row(line, f"{path.stem} {number}") for number, line in enumerate(lines, 1)]
-
-
-def _row(line: dict[str, str], fallback: str) -> Row:
-    def count(key: str, default: int = 1) -> int:
-        text = line.get(key) or ""
-        return int(float(text)) if text else default
-
-    model = line.get("model") or "GPT"
-    known = KNOWN_SIZES.get(model, (0, 0, 0, 0, 0, 0))
-    layers, hidden, heads = (count(key, known[i]) for i, key in enumerate(SIZE_COLUMNS))
-    sizes = Sizes(
-        layers,
-        hidden,
-        heads,
-        count("kv_heads", known[3] or heads),
-        count("ffn", known[4] or 4 * hidden),
-        count("vocab", known[5] or _vocab_of(line)),
-        count("seq", 0),
-        # Megatron's kernel for scale, mask and softmax takes batches of four heads.
-        count("mbs", 0) * heads // count("tp") % 4 == 0,
-    )
-    sharded = count("fsdp", 0) > 1
-    row = Row(
-        name=line.get("id") or fallback,
-        study=study_of(line.get("source") or "", line.get("gpu") or ""),
-        model=model,
-        sizes=sizes,
-        experts=count("experts", 0),
-        gpu=line.get("gpu") or "",
-        gpus=count("gpus", 0),
-        precision=precision_of(line.get("precision") or "", line.get("gpu") or ""),
-        tp=count("tp"),
-        pp=count("pp"),
-        cp=count("cp"),
-        ep=count("ep"),
-        etp=count("etp"),
-        chunks=count("vp"),
-        zero=count("zero", 3 if sharded else 0),
-        microbatch=count("mbs", 0),
-        batch=count("gbs", 0),
-        recompute=_recompute_of(line),
-        iter_s=float(line.get("iter_s") or 0),
-        notes=line.get("notes") or "",
-    )
-    rate = line.get("tflops_per_gpu")
-    if not row.iter_s and rate and row.gpus:
-        row = replace(row, iter_s=_seconds_at(row, 1e12 * float(rate)))
-    return row
-
-
-SIZE_COLUMNS = ("layers", "hidden", "heads")
-
-MEGATRON_VOCAB = 51200
-"""The vocabulary of GPT-2, padded, where a table has none."""
-
-GPT2_VOCAB = 50257
-"""The vocabulary of GPT-2."""
-
-
-def _is_of_vtrain(line: dict[str, str]) -> bool:
-    return "vtrain" in (line.get("source") or "").lower()
-
-
-def _vocab_of(line: dict[str, str]) -> int:
-    """The vocabulary of a row whose table has none.
-
-    vTrain's is GPT-2's (``vocab_size`` of its repository's ``src/config.py``). Megatron pads it to
-    128 rows for each rank of tp. With one rank the runs are those of a head without padding.
-    """
-    tp = int(float(line.get("tp") or 1))
-    if not _is_of_vtrain(line):
-        return MEGATRON_VOCAB
-    return GPT2_VOCAB if tp == 1 else -(-GPT2_VOCAB // (128 * tp)) * 128 * tp
-
-
 BUT_THE_LAST = "but the last stage"
-
-
-def _recompute_of(line: dict[str, str]) -> str:
-    """What a row computes again, and whether its tensor parallelism is that of sequences.
-
-    In vTrain's runs the last stage of a pipeline computes nothing again (its repository,
-    ``src/predictor.py``, ``create_layer_graph``).
-    """
-    text = line.get("recompute") or "none"
-    in_stages = (line.get("pp") or "1") != "1"
-    left_out = text == "full" and in_stages and _is_of_vtrain(line)
-    in_sequence = (line.get("tp") or "1") != "1" and study_of(
-        line.get("source") or "", line.get("gpu") or ""
-    ).startswith(LATER_MEGATRON)
-    words = (text, BUT_THE_LAST * left_out, SEQUENCE_PARALLEL * in_sequence)
-    return ", ".join(word for word in words if word)
-
-
-def precision_of(text: str, gpu: str) -> str:
-    """The dtype of products. The tables call several recipes FP8; on Blackwell MX scales whole
-    blocks in hardware, at the rate of float8.
-    """
-    return "float8_e4m3fn" if "FP8" in text.upper() else "bfloat16"
-
-
-def _seconds_at(row: Row, flops_per_s: float) -> float:
-    """Seconds of a step from the rate that a paper gives: equation 3 of Narayanan et al. 2021,
-    which counts a recomputed forward.
-    """
-    s, sizes = row.sizes.seq, row.sizes
-    layers = 96 * row.batch * s * sizes.layers * sizes.hidden**2
-    terms = 1 + s / (6 * sizes.hidden) + sizes.vocab / (16 * sizes.layers * sizes.hidden)
-    return layers * terms / (row.gpus * flops_per_s)
+"""The words in ``Row.recompute`` for stages of which the last computes nothing again."""
 
 
 PRESETS = {
@@ -300,6 +167,7 @@ PRESETS = {
     "B200": "b200",
     "GB200": "gb200-nvl72",
     "GB300": "gb300-nvl72",
+    "MI300X": "mi300x",
 }
 """The preset of each device of the tables."""
 
@@ -323,21 +191,32 @@ def hardware_of(gpu: str, gpus: int) -> Hardware:
 
 def refusal(row: Row) -> str | None:
     """Why a row cannot be priced, in words; ``None`` if it can."""
-    sizes = row.sizes
-    if family_of(row.model) is None:
-        return f"model {row.model!r} is not known here"
+    sizes, family = row.sizes, family_of(row.model)
+    if row.fault:
+        return row.fault
+    if family is None:
+        known = ", ".join(name for name, known in FAMILIES.items() if known)
+        return f"model {row.model!r} is not known here; names may begin with {known}"
     if row.gpu not in PRESETS:
-        return f"no preset describes {row.gpu}"
+        return f"no preset describes {row.gpu or 'the GPU, which the table does not name'}"
+    if row.precision not in ("bfloat16", *hardware_of(row.gpu, 1).device.flops_per_s):
+        return f"the preset of {row.gpu} has no rate of {row.precision}"
     if "LoRA" in row.notes:
         return "fine-tuning with adapters: the table has neither their places nor their ranks"
     if "tokendrop" in row.notes:
         return "tokens are dropped: the table does not say how many"
     if "MTP" in row.notes and "w/o MTP" not in row.notes:
         return "a further head that predicts more tokens, which the model here has not"
-    if not all((sizes.layers, sizes.hidden, sizes.seq, row.gpus, row.microbatch, row.batch)):
-        return "the table leaves out sizes"
+    left_out = _sizes_left_out(row)
+    if left_out:
+        return f"the table leaves out sizes: {', '.join(left_out)}"
     if not row.iter_s:
-        return "the table has no time"
+        return "the table has no time of a step and no tokens a second"
+    if (row.experts or row.ep > 1) and not family.experts:
+        return f"{row.model} is a model without experts here, and the table has some"
+    if sizes.hidden % sizes.heads or sizes.heads % sizes.kv_heads:
+        heads = f"{sizes.heads} heads and {sizes.kv_heads} of keys"
+        return f"a hidden size of {sizes.hidden} with {heads} is no whole number for each"
     if row.gpus % row.plan_ngpus:
         return f"{row.gpus} GPUs are no copies of a plan of {row.plan_ngpus}"
     if row.experts and row.etp > 1:
@@ -350,6 +229,20 @@ def refusal(row: Row) -> str | None:
     if row.zero == 3 and row.pp > 1:
         return "parameters in pieces over units, with stages"
     return None
+
+
+def _sizes_left_out(row: Row) -> list[str]:
+    """The columns of sizes that a row needs and has not."""
+    needed = {
+        "layers": row.sizes.layers,
+        "hidden": row.sizes.hidden,
+        "heads": row.sizes.heads,
+        "seq": row.sizes.seq,
+        "gpus": row.gpus,
+        "mbs": row.microbatch,
+        "gbs": row.batch,
+    }
+    return [name for name, size in needed.items() if not size]
 
 
 def shape_of(row: Row, depth: int | None = None) -> tuple[object, ...]:

@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def rows_of(script: ModuleType) -> dict[str, Any]:
     tables = sorted(script.TABLES.glob("*.csv"))
-    return {row.name: row for table in tables for row in script.read_rows(table)}
+    return {row.name: row for row in script.read_tables(tables)}
 
 
 def test_pairs_are_plans_for_the_same_work(script: ModuleType) -> None:

@@ -584,14 +584,18 @@ def run(arguments: argparse.Namespace) -> None:
     tables = arguments.tables or sorted(TABLES.glob("*.csv"))
     all_rows = read_tables(tables)
     rows = [row for row in all_rows if arguments.study in row.study]
+    where = ", ".join(map(str, tables))
+    if not all_rows:
+        hint = "give a table with a line for each run below its first line"
+        raise ConfigError("there are no rows", where=where, hint=hint)
     if not rows:
         raise ConfigError(
-            f"no row of a study with {arguments.study!r} in its name",
-            where=", ".join(map(str, tables)),
-            why="the studies are " + ("; ".join(sorted({row.study for row in all_rows})) or "none"),
-            hint="leave out --study" if all_rows else "give a table with a line for each run",
+            f"no study has {arguments.study!r} in its name",
+            where=where,
+            why="the studies are " + "; ".join(sorted({row.study for row in all_rows})),
+            hint="leave out --study, or give a part of one of these names",
         )
-    programs, console = Programs(), Console(width=160)
+    programs, console = Programs(), Console(width=160, markup=False)
     machines = {} if arguments.presets else load_machines()
     studies, refused = sorted_out(rows, programs)
     if arguments.fit:
@@ -608,9 +612,9 @@ def run(arguments: argparse.Namespace) -> None:
         pictures=arguments.pictures,
     )
     for why, names in sorted(refused.items()):
-        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})", markup=False)
+        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})")
     for said in filter(None, map(unread_columns, tables)):
-        console.print(said, markup=False)
+        console.print(said)
 
 
 if __name__ == "__main__":

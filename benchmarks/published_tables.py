@@ -188,8 +188,10 @@ def unread_columns(path: Path) -> str | None:
     unknown = [name for name in header if name and name not in COLUMNS]
     if not unknown:
         return None
-    hint = did_you_mean(unknown[0], COLUMNS)
-    return f"{path}: these columns are not read: {', '.join(unknown)} ({unknown[0]}: {hint})"
+    hints = (did_you_mean(name, COLUMNS) or "" for name in unknown)
+    close = [f" ({hint})" if hint.startswith("did you mean") else "" for hint in hints]
+    said = ", ".join(map("".join, zip(unknown, close, strict=True)))
+    return f"{path}: columns that are not read: {said}"
 
 
 def _row(line: Mapping[str, str], fallback: str) -> Row:
@@ -269,7 +271,7 @@ def study_of(cells: Cells, gpu: str) -> str:
         said = " ".join(cells.text(key) for key in ("source", "source_path", "date"))
         release = re.search(r"\b2\d\.\d\d\b", said)
         name = f"NeMo {release[0]}" if release else name
-    return f"{name}, {gpu}"
+    return f"{name or 'no source'}, {gpu or 'no GPU'}"
 
 
 def _is_of_vtrain(cells: Cells) -> bool:

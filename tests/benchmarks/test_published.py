@@ -60,6 +60,151 @@ def test_rows_are_read(script: ModuleType) -> None:
     assert "no preset describes V100" in script.refusal(replace(rows["234"], gpu="V100"))
 
 
+SPELLED = """\
+Model,GPU,gpus,seq,MBS,gbs,precision,tp,recompute,iter_s,tokens_per_s_per_gpu,fsdp,notes
+meta-llama/Llama-3.1-8B,NVIDIA H100 80GB HBM3,8,"8,192",1,128,float8 rowwise,,true,n/a,12000,8,
+LLAMA2-7B,A100-SXM4-40GB,8,4096,1,128,,1,full + sequence parallel,10,,,
+"""
+
+
+def test_tables_may_spell_things_in_many_ways(script: ModuleType, tmp_path: Path) -> None:
+    table = tmp_path / "other.csv"
+    table.write_text(SPELLED, encoding="utf-8-sig")
+    first, second, *more = script.read_tables([table, table])
+    assert [script.refusal(row) for row in (first, second)] == [None, None]
+    assert (first.sizes.layers, first.sizes.kv_heads, first.sizes.seq) == (32, 8, 8192)
+    assert (first.gpu, first.precision, first.zero) == ("H100", "float8_e4m3fn", 3)
+    assert first.recompute == "full" and second.recompute == "full, sequence parallel"
+    assert first.iter_s == pytest.approx(128 * 8192 / (12000 * 8))
+    assert (second.gpu, second.precision, second.sizes.ffn) == ("A100 40GB", "bfloat16", 11008)
+    # No row hides another of its name.
+    assert [row.name for row in more] == ["other 1 (2)", "other 2 (2)"]
+
+
+PLAIN = {
+    "model": "GPT 1B",
+    "gpu": "H100",
+    "gpus": "8",
+    "seq": "2048",
+    "mbs": "1",
+    "gbs": "16",
+    "layers": "24",
+    "hidden": "2048",
+    "heads": "16",
+    "iter_s": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"model": "Mixtral 8x7B"}, "model 'Mixtral 8x7B' is not known here"),
+        # These begin like models that are known.
+        ({"model": "GPT OSS 20B"}, "model 'GPT OSS 20B' is not known here"),
+        ({"model": "Llama-4-Scout"}, "model 'Llama-4-Scout' is not known here"),
+        ({"experts": "8"}, "GPT 1B is a model without experts here, and the table has some"),
+        ({"gpu": "A10G"}, "no preset describes A10G"),
+        ({"gpu": "H800"}, "no preset describes H800"),
+        ({"gpu": "H100 PCIe"}, "no preset describes H100 PCIe"),
+        ({"gpu": "A100", "precision": "FP8"}, "the preset of A100 has no rate of float8_e4m3fn"),
+        ({"precision": "NVFP4"}, "precision 'NVFP4' has no rate here; bf16, fp16 and fp8 have"),
+        ({"heads": "", "mbs": ""}, "the table leaves out sizes: heads, mbs"),
+        ({"gpus": "eight"}, "gpus says 'eight', which is no whole number from 1"),
+        ({"tp": "0"}, "tp says '0', which is no whole number from 1"),
+        ({"iter_s": "-1"}, "iter_s says '-1', which is no positive number"),
+        ({"iter_s": ""}, "the table has no time of a step and no tokens a second"),
+        (
+            {"tokens_per_s_per_gpu": "9"},
+            "iter_s says 1 s, and tokens_per_s_per_gpu 455.1 s",
+        ),
+        ({"hidden": "2050"}, "a hidden size of 2050 with 16 heads and 16 of keys is no whole"),
+        ({"recompute": "every other layer"}, "recompute says 'every other layer'; none, full and"),
+        ({"schedule": "GPipe", "pp": "2"}, "the schedule 'GPipe' is not known"),
+        ({"schedule": "interleaved", "pp": "2"}, "the schedule is interleaved, and vp does not"),
+        ({"dp": "4"}, "dp says 4, and 8 GPUs with tp=1 pp=1 cp=1 leave 8"),
+        ({"fsdp": "2"}, "fsdp says 2, and 8 GPUs with tp=1 pp=1 cp=1 leave 8"),
+        ({"zero": "4"}, "zero says 4; there are stages 0 to 3"),
+    ],
+)
+def test_rows_that_cannot_be_priced_say_why(
+    script: ModuleType, tmp_path: Path, cells: dict[str, str], reason: str
+) -> None:
+    line, table = PLAIN | cells, tmp_path / "other.csv"
+    table.write_text(f"{','.join(line)}\n{','.join(line.values())}\n")
+    ((why, names),) = script.sorted_out(script.read_tables([table]), script.Programs())[1].items()
+    assert why.startswith(reason) and names == ["other 1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a table without a line"),
+        ("gpu;gpus;seq\n", "the table lacks columns: gpu, gpus, seq, mbs, gbs, iter_s or tokens"),
+        ("gpu,gpus,seq,mbs,gbs,iter_s,gpu\n", "the table has columns twice: gpu"),
+        ("gpu,gpus,seq,mbs,gbs,iter_s\n", "there are no rows"),
+        (None, "cannot read the table"),
+    ],
+)
+def test_files_that_are_no_tables_are_errors_in_words(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    words: str,
+) -> None:
+    table = tmp_path / "other.csv"
+    if text is not None:
+        table.write_text(text)
+    monkeypatch.setattr("sys.argv", ["published.py", str(table)])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    said = str(stopped.value)
+    assert said.startswith(f"error: {words}") and str(table) in said and "try:" in said
+
+
+def test_what_a_table_has_besides_is_said(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Columns that are not known, lines of another length, and models that cannot be built."""
+    table = tmp_path / "other.csv"
+    line = PLAIN | {"recomputation": "full", "id": "[/b]", "vocab": "-"}
+    others = [",".join((line | {"id": "one", "ep": "3"}).values()), "GPT 1B,H100"]
+    table.write_text("\n".join([",".join(line), ",".join(line.values()), *others]))
+
+    def unbuilt(row: object, depth: int | None) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(script, "program_of", unbuilt)
+    monkeypatch.setattr("sys.argv", ["published.py", str(table)])
+    script.main()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "columns that are not read: recomputation (did you mean 'recompute'?)" in said
+    assert "the model or its plan cannot be built: no such model ([/b])" in said
+    assert "the line has 14 cells for 13 columns (one)" in said
+    assert "the line has 2 cells for 13 columns (other 3)" in said
+
+
+def test_releases_of_nemo_are_studies_of_their_own(script: ModuleType, tmp_path: Path) -> None:
+    """What was fitted on one release prices no row of another."""
+    table = tmp_path / "other.csv"
+    line = PLAIN | {"source": "NVIDIA/NeMo 24.12"}
+    table.write_text(f"{','.join(line)}\n{','.join(line.values())}\n")
+    (row,) = script.read_tables([table])
+    assert row.study == "NeMo 24.12, H100" and row.is_later_megatron
+    assert script.machine_of(row.study, script.load_machines()) == script.Machine({})
+
+
+def test_blind_rows_say_runs(script: ModuleType) -> None:
+    """The table that was predicted blind: all but ten rows can be priced."""
+    rows = script.read_tables([script.TABLES / "blind" / "runs.csv"])
+    assert len(rows) == 195 and sum(script.refusal(row) is not None for row in rows) == 10
+    fitted = script.load_machines()
+    assert not {row.study for row in rows} & set(fitted)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -337,7 +337,7 @@ class Score:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """For a table: one row has no order, and none has no error."""
+        """What a table shows: one row has no order, and none has no error."""
         return (
             str(self.count),
             f"{self.error:.1%}" if self.count else "",

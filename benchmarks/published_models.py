@@ -268,10 +268,11 @@ table says the name only (from their published configs), by the beginning of the
 
 def _plain(model: str) -> str:
     """A model's name without what tables spell differently: ``meta-llama/Llama-3.1-8B`` is
-    ``llama318b``.
+    ``llama318b``. ``GPT 3.6B`` is no ``GPT3``: what parts a GPT from its size stays.
     """
-    name = re.sub(r"[^a-z0-9]", "", model.lower().rpartition("/")[2])
-    return name.removeprefix("meta")
+    name = model.lower().rpartition("/")[2].strip()
+    name = re.sub(r"^gpt[^a-z0-9]+(?=[0-9])", "gpt#", name)
+    return re.sub(r"[^a-z0-9#]", "", name).removeprefix("meta")
 
 
 def family_of(model: str) -> Family | None:

@@ -58,6 +58,10 @@ def test_rows_are_read(script: ModuleType) -> None:
     assert (rows["283"].precision, rows["259"].precision) == ("float8_e4m3fn", "bfloat16")
     assert "adapters" in script.refusal(rows["294"])
     assert "no preset describes V100" in script.refusal(replace(rows["234"], gpu="V100"))
+    models = importlib.import_module("published_models")
+    flash = {row.model for row in rows.values() if row.model.startswith("GPT")}
+    flash = {name for name in flash if models.family_of(name).make is models.megatron_flash}
+    assert flash == {"GPT3-5B", "GPT3-20B", "GPT3-175B"}  # and neither "GPT 3.6B" nor "GPT 310.1B"
 
 
 SPELLED = """\

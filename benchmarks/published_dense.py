@@ -18,6 +18,7 @@ and all products in bfloat16. A plan says its samples and microbatches,
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,7 @@ from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import batches
 from shardwright.policies.autodist.search.subsearches import Subsearches
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ShardwrightError
 
 BATCH_DIMS = {"input_ids": 0, "labels": 0}
 
@@ -151,7 +153,10 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
     tables = arguments.table or sorted(TABLES.glob("*.csv"))
-    rows = read_tables(tables)
+    try:
+        rows = read_tables(tables)
+    except ShardwrightError as error:
+        sys.exit(f"error: {error}")
     rows = [row for row in rows if arguments.study in row.study and not row.experts]
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     said = distinct([row for row in rows if refusal(row) is None])

@@ -4,7 +4,8 @@
 (``subsearches.py`` has one search for each). Each of its steps is a file of this folder:
 
 ===================  ==========================================================================
-mesh_search.py       places the model on every mesh, and tries every schedule with what fits
+mesh_search.py       places the model on every mesh, and tries every schedule with what fits: by
+                     mesh_order.py, mesh_placing.py, mesh_trials.py, mesh_bounds.py, mesh_pace.py
 leanest_plans.py     finds what takes least memory, where nothing has fitted
 mixed_stages.py      lets every stage of a pipeline choose its placement and number of ranks
 simple_policies.py   audits the plans of the simple policies that may still be better
@@ -165,11 +166,11 @@ class Search:
         """State what no plan takes less than, as far as that is known."""
         simple_policies, placed, left = self.simple_policies, self.meshes.placed, self.meshes.left
         simple_policies.bound_theirs(placed)
-        self.meshes.bound_unanswered()
+        self.meshes.bounds.bound_unanswered(self.meshes.trials.made)
         # Raising bounds takes time and may be interrupted; the answer stands.
         try:
             self.clock.reserve(0.0)  # this is what was kept
-            self.meshes.bound_untried()
+            self.meshes.bounds.bound_untried()
             raise_bounds(self.state)
             # What bounds leave of the time is for plans that there was no time to compare with.
             if self.result.audited and self.result.interrupted != INTERRUPT:

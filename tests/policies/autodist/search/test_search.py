@@ -47,7 +47,7 @@ from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
-from shardwright.policies.autodist.search.mesh_search import MeshSearch
+from shardwright.policies.autodist.search.mesh_trials import MeshTrials
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
@@ -691,13 +691,13 @@ def test_pipelines_that_there_was_no_time_to_try_are_bounded_by_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first mesh takes nearly all of the limit."""
-    clock, tried = Passing(10.0), MeshSearch._try_mesh
+    clock, tried = Passing(10.0), MeshTrials.try_all
 
-    def slowly(meshes_of: MeshSearch, placed_mesh: PlacedMesh) -> None:
-        tried(meshes_of, placed_mesh)
+    def slowly(trials: MeshTrials, placed_mesh: PlacedMesh) -> None:
+        tried(trials, placed_mesh)
         clock.passed_s = 8.5
 
-    monkeypatch.setattr(MeshSearch, "_try_mesh", slowly)
+    monkeypatch.setattr(MeshTrials, "try_all", slowly)
     pipelines = {1: meshes(1), 2: meshes(2), 4: []}
     found = search(schedules=("1f1b", "zb_h1"), meshes=pipelines, clock=clock)
     steps_s = {candidate.title: candidate.step_s for candidate in everything().tried}

@@ -41,7 +41,7 @@ from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_bounds import Waits
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.search import mesh_search, simple_policies
+from shardwright.policies.autodist.search import mesh_pace, simple_policies
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.certificate import certificate
@@ -258,7 +258,7 @@ def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.Monke
     """It comes first as soon as the limit is short for what it takes to find out which is likely
     the best: then before all placements.
     """
-    monkeypatch.setattr(mesh_search, "SHORT", math.inf)
+    monkeypatch.setattr(mesh_pace, "SHORT", math.inf)
     monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     search, found = in_time(1e9)

@@ -1,0 +1,92 @@
+"""The fastest placement on a mesh, and what bounds every plan there.
+
+Example: on ``x=4`` the fastest placement takes 2.0 s, and the solver has proved that none takes
+less than 1.99 s. Within the memory none takes less than 2.2 s, whatever is computed again. That is
+the bound of the mesh, and memory is said to bind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    LeastStep,
+    PipelineMesh,
+    PlacedMesh,
+    PlacedModel,
+    mesh_requests,
+)
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.titles import mesh_title
+from shardwright.policies.autodist.search.mesh_pace import MeshPace
+from shardwright.policies.autodist.search.search_state import SearchState
+
+BINDS = 1e-3
+"""How much of the time of a step the memory must cost at least to be said to bind."""
+
+
+class MeshPlacing:
+    """Places the model on meshes for speed. ``least``: works out what no plan within the memory
+    takes less than.
+    """
+
+    def __init__(self, state: SearchState, pace: MeshPace, least: LeastStep | None) -> None:
+        self._state, self._pace, self._least = state, pace, least
+
+    def __call__(self, where: PipelineMesh) -> PlacedMesh | None:
+        """A mesh with the fastest placement on it, and what bounds every plan there; ``None`` if
+        nothing can be placed.
+        """
+        num_positions, mesh, pp_place = where
+        ranks = position_ranks(mesh, num_positions, pp_place)[0]
+        first, *further = mesh_requests(
+            self._state.graph, self._state.space, num_positions, mesh, ranks
+        )
+        fastest = self._state.placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
+        self._pace.note_placement(len(mesh.axes))
+        if fastest is None:
+            return None
+        binds, least_s = False, 0.0
+        # A bound that heeds the memory takes as long as another placement, so it is only asked for
+        # where the mesh may still have the best plan.
+        is_worth = (
+            not self._pace.is_short and fastest.share_s(num_positions) < self._state.beaten_s()
+        )
+        if further and self._least is not None and is_worth and not fastest.interrupted:
+            try:
+                least_s = self._least(further[0])
+                binds = least_s > (1 + BINDS) * fastest.bound_s
+                fastest = _within_memory(fastest, least_s)
+            except KeyboardInterrupt:
+                fastest, binds = replace(fastest, interrupted=True), True  # for all that is known
+        return PlacedMesh(
+            num_positions,
+            mesh,
+            pp_place,
+            self._despite_overlap(fastest, num_positions),
+            tuple(further),
+            memory_binds=binds,
+            never_fits=least_s == float("inf"),
+        )
+
+    def _despite_overlap(self, fastest: PlacedModel, num_positions: int) -> PlacedModel:
+        """The placement with a bound that also holds where collectives run beside passes."""
+        share = self._state.share_despite_overlap(num_positions)
+        if share == 1.0:
+            return fastest
+        proof = (
+            f"{fastest.proof}; what passes may hide of sums and gatherings beside them is taken off"
+        )
+        return replace(fastest, bound_s=share * fastest.bound_s, proof=proof)
+
+
+def _within_memory(fastest: PlacedModel, least_s: float) -> PlacedModel:
+    """The fastest placement with a bound that heeds the memory. Where nothing fits, that is found
+    out by trying: then it is said how much is missing.
+    """
+    if least_s <= fastest.bound_s or least_s == float("inf"):
+        return fastest
+    proof = fastest.proof
+    if least_s > (1 + BINDS) * fastest.bound_s:
+        proof = "Lagrange multiplier of the memory, whatever is computed again"
+    return replace(fastest, bound_s=least_s, proof=proof)

@@ -208,7 +208,10 @@ def main() -> None:
         "--sizes", action="store_true", help="the search chooses the size of a microbatch"
     )
     parser.add_argument("--zero", action="store_true", help="the search chooses the stage of ZeRO")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
+    default_s = AutodistOptions.time_limit_s
+    parser.add_argument(
+        "--limit", type=float, default=default_s, help="CPU seconds for each search"
+    )
     args = parser.parse_args()
     time.monotonic = time.process_time  # the time that limits are of
     print(heading(["model", "ranks x units"]), flush=True)

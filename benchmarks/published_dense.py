@@ -1,7 +1,7 @@
 """Published plans of dense models beside what autodist finds, both by the audit of the program
 emitted.
 
-    python benchmarks/published_dense.py [ROW ...] [--study vTrain] [--most 20] [--limit 120]
+    python benchmarks/published_dense.py [ROW ...] [--study vTrain] [--most 20] [--limit 300]
     python benchmarks/published_dense.py 745 --free     # the search chooses units and batches, too
 
 Rows are those of ``published/runs.csv`` and ``single_node.csv``, or of other tables (``--table``).
@@ -145,7 +145,10 @@ def main() -> None:
     parser.add_argument("--table", nargs="*", type=Path, metavar="CSV", help="other tables")
     parser.add_argument("--study", default="", help="only studies whose name has this text")
     parser.add_argument("--most", type=int, help="rows, evenly over those asked for")
-    parser.add_argument("--limit", type=float, default=120.0, help="CPU seconds for each search")
+    default_s = AutodistOptions.time_limit_s
+    parser.add_argument(
+        "--limit", type=float, default=default_s, help="CPU seconds for each search"
+    )
     parser.add_argument("--free", action="store_true", help="units and batches are searched, too")
     parser.add_argument("--most-ranks", type=int, default=64, help="of a unit, with --free")
     arguments = parser.parse_args()

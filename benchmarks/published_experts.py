@@ -1,7 +1,7 @@
 """Published plans of mixtures of experts beside what autodist finds, both by the audit of the
 program emitted.
 
-    python benchmarks/published_experts.py [ROW ...] [--limit 120]
+    python benchmarks/published_experts.py [ROW ...] [--limit 300]
 
 ``published/runs.csv`` has the rows: NVIDIA's tables of Megatron-Bridge (github.com/NVIDIA-NeMo/
 Megatron-Bridge, docs/performance-summary-archive.md, containers 25.09 and 25.11), pretraining, no
@@ -54,7 +54,7 @@ logging.set_verbosity_error()  # nothing is said of random weights
 ROWS = Path(__file__).parent / "published" / "runs.csv"
 GPUS = ("H100", "GB200")
 """The GPUs whose rows are compared."""
-LIMIT_S = 120.0
+LIMIT_S = AutodistOptions.time_limit_s
 RECOMPUTED = {"no": (), "attention": ("model.layers.*.self_attn",), "full": ("model.layers.*",)}
 
 

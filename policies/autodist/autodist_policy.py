@@ -17,7 +17,7 @@ from shardwright.compiler.plan.imbalance import Imbalance, capped
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import meshes_with
-from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.clock import Clock, steady_share
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -192,7 +192,7 @@ def search_each(
         space = replace(
             _space(subsearch.graph, subsearch.config, chosen, hardware), worth_s=worth_s
         )
-        clock = Clock(time_limit_s)
+        clock = Clock(time_limit_s, steady=steady_share(options.time_limit_s))
         placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
         return Search(
             subsearch.graph, subsearch.config, hardware, space, placer,

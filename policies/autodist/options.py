@@ -71,8 +71,10 @@ class AutodistOptions:
     **Decision.** ``simpler_within``: the share of a step that may be lost for a plan with fewer
     stages, fewer axes, or fewer axes over slow links (:mod:`~.candidates.simpler`).
 
-    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use
-    the plan of a file and search nothing.
+    ``time_limit_s``: for the whole search, which ends by itself when nothing is left.
+
+    **Files.** ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
+    nothing.
     """
 
     hardware: str = "a100-80gb"
@@ -101,7 +103,7 @@ class AutodistOptions:
     zigzag: bool = True
     imbalance: float | Mapping[str, float] = IMBALANCE
     simpler_within: float = SIMPLER_WITHIN
-    time_limit_s: float = 120.0
+    time_limit_s: float = 300.0
     save_plan: str | None = None
     load_plan: str | None = None
 

@@ -20,6 +20,12 @@ many times the limit, or as many seconds more, whatever is later. Work is what t
 the time: on a busy machine less than the wall's, and at least a quarter of it.
 """
 
+UNHURRIED_S, LEAST_STEADY = 120.0, 0.4
+"""A search of more than that many seconds has its time so that nothing is left out, and not so that
+each step takes longer: steps that take whatever time they get are given their shares of so many
+seconds, or of that share of the limit, whatever is more.
+"""
+
 SHORTEST_S = 1e-9
 """A limit of no time at all, as one of several searches has that share a limit, counts as that
 much.
@@ -29,13 +35,29 @@ LATEST = 4
 """The number of latest steps of a kind whose time is remembered."""
 
 
+def steady_share(limit_s: float) -> float:
+    """The share of a limit that is dealt out to steps which take whatever time they get.
+
+    Example: all of 60 s, 120 of 300 s, and 400 of 1000 s.
+    """
+    return max(LEAST_STEADY, min(1.0, UNHURRIED_S / max(limit_s, SHORTEST_S)))
+
+
 class Clock:
     """How much of a limit is over, from when the clock was made. ``limit_s``: infinite for none.
-    ``watch``: begins now; for tests.
+    ``watch``: begins now; for tests. ``steady``: see :func:`steady_share`; given where the limit is
+    a part of a longer one.
     """
 
-    def __init__(self, limit_s: float = float("inf"), watch: Stopwatch | None = None) -> None:
+    def __init__(
+        self,
+        limit_s: float = float("inf"),
+        watch: Stopwatch | None = None,
+        *,
+        steady: float | None = None,
+    ) -> None:
         self.limit_s = limit_s
+        self.steady = steady_share(limit_s) if steady is None else steady
         self._watch = watch or Stopwatch()
         self._is_ended = False
         self._reserved = 0.0
@@ -58,6 +80,11 @@ class Clock:
             if self._is_ended
             else (self.seconds + more_s) / max(self._free_s, SHORTEST_S)
         )
+
+    @property
+    def steady_s(self) -> float:
+        """The seconds that are dealt out to steps which take whatever time they get."""
+        return self.steady * self.limit_s
 
     def share_of(self, seconds: float) -> float:
         """The share of the whole limit that so many seconds are."""

@@ -96,7 +96,8 @@ def raise_bounds(state: SearchState) -> None:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
-    until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARES[1] * state.clock.limit_s)
+    most_s = BOUNDS_SHARES[1] * state.clock.steady_s
+    until_s = state.clock.seconds + min(state.clock.left_s, most_s)
 
     # Only a share of the time that is left goes into bounds.
     def is_late() -> bool:

@@ -79,7 +79,9 @@ class Placer:
         """What a mesh request asks of the placement, with what the options fix."""
         # Large models on free meshes are placed within a gap: many meshes are to be tried.
         coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
-        limit_s = self.options.time_limit_s * (SHARE if coarse else 1.0)
+        limit_s = min(
+            self._clock.left_s / 2, self.options.time_limit_s * (SHARE if coarse else 1.0)
+        )
         return PlacementRequest(
             self.graph,
             mesh_request.mesh,
@@ -88,7 +90,7 @@ class Placer:
             self.config,
             memory_limit_bytes=mesh_request.memory_bytes,
             constraints=constraints_on(mesh_request.mesh, self.graph, self.options),
-            time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
+            time_limit_s=max(1.0, self._clock.steady * limit_s),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=mesh_request.num_microbatches,
             # Evaluation may ask for outputs that a training step leaves out; steps are what is

@@ -30,6 +30,7 @@ whose bound is above that is left out.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
@@ -50,9 +51,10 @@ from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
 from shardwright.runtime.config import ComputeConfig
 
-MESH_SHARES = (0.1, 0.3, 0.5, 0.7)
-"""The shares of the time limit at which the meshes placed so far are tried before more are. The
-first comes soon: once a plan is known, less is asked of meshes that cannot be better.
+FIRST_SHARE, FURTHER_SHARE, LAST_SHARE = 0.1, 0.2, 0.7
+"""The share of the time limit at which the meshes placed so far are tried before more are, how much
+later that comes again, and when for the last time. The first comes soon: once a plan is known, less
+is asked of meshes that cannot be better.
 """
 
 ESTIMATED = 120.0
@@ -128,7 +130,7 @@ class Search:
         # Place the model on every mesh for speed alone, which also bounds every plan on that mesh.
         # Then, mesh by mesh while its bound is below the best plan: place it within the memory, cut
         # it into stages for every schedule, and audit the most promising plans.
-        for share in MESH_SHARES:
+        for share in rounds(self.clock.steady):
             has_placed_all = meshes.place_until(share)
             meshes.try_placed()
             if not self.state.is_late():
@@ -211,3 +213,16 @@ class Search:
     def _is_ended(self) -> bool:
         """Whether time ends the search, with an answer or without one."""
         return self.state.is_late() and bool(self.result.audited or self.clock.is_over)
+
+
+def rounds(steady: float) -> Iterator[float]:
+    """The shares of the limit at which the meshes placed so far are tried: rounds are no longer in
+    a long search, of whose limit a ``steady`` share counts for them.
+
+    Example: 12, 36, 60 and 84 of 120 s, and also 108 to 204 and 210 of 300 s.
+    """
+    share = steady * FIRST_SHARE
+    while share < LAST_SHARE * (1 - 1e-9):
+        yield share
+        share += steady * FURTHER_SHARE
+    yield LAST_SHARE

@@ -138,7 +138,7 @@ class SimplePolicies:
     def end_reserve(self) -> None:
         """Keep nothing of the limit for them any more, and a little for the bounds of pipelines."""
         is_cut = any(candidate.plan.stages for candidate in self.result.tried)
-        self.clock.reserve(BOUNDS_SHARES[0] if is_cut else 0.0)
+        self.clock.reserve(self.clock.steady * BOUNDS_SHARES[0] if is_cut else 0.0)
 
     def run_in_zigzag(self, left: Sequence[PipelineMesh]) -> None:
         """Audit the plans that deal positions in zigzag before all others, in a share of the time,
@@ -152,7 +152,8 @@ class SimplePolicies:
             return
         if self.state.growing_share() >= MUCH_ATTENTION:
             self.state.estimate_in_zigzag()
-            self._compare(deque(self._ordered([], zigzag)), ZIGZAG_SHARE)
+            share = self.clock.steady * ZIGZAG_SHARE
+            self._compare(deque(self._ordered([], zigzag)), share)
 
     def run(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
         """Audit the plans of the simple policies that may beat the best one, the most likely first.
@@ -205,7 +206,8 @@ class SimplePolicies:
         found: list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]] = []
         all_of: set[PipelineMesh] = set()
         # Half of that time is for making plans; the rest for auditing them.
-        share = (self.clock.spent() + min(until, 1.0)) / 2
+        spent = self.clock.spent()
+        share = spent + self.clock.steady * (min(until, 1.0) - spent) / 2
         while (
             waiting and (not found or self.clock.spent() <= share) and self._has_time(SIMPLE_PLANS)
         ):

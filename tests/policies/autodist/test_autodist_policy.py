@@ -297,6 +297,19 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
         assert placer.request(mesh_request).target_gap == gap
 
 
+@pytest.mark.parametrize(("limit_s", "small_s", "large_s"), [(100, 50, 2.0), (290, 60, 2.4)])
+def test_placements_take_no_longer_in_a_search_of_more_than_two_minutes(
+    limit_s: float, small_s: float, large_s: float
+) -> None:
+    config, hardware = config_of(2), load_hardware("a100-80gb", 2)
+    small = plans.zoo_graph("mlp")
+    large = replace(small, ops=small.ops * (LARGE // len(small.ops) + 1))
+    for graph, most_s in ((small, small_s), (large, large_s)):
+        placer = Placer(graph, config, AutodistOptions(time_limit_s=limit_s), hardware)
+        request = placer.request(MeshRequest(Mesh((("x", 2),)), (0, 1), 1))
+        assert request.time_limit_s == pytest.approx(most_s, rel=0.01)
+
+
 def test_a_mesh_shares_its_layouts_with_other_ranks_that_it_lies_on() -> None:
     hardware, mesh = load_hardware("a100-80gb", 64), Mesh((("x", 2),))
     placer = Placer(plans.zoo_graph("mlp"), config_of(64), AutodistOptions(), hardware)

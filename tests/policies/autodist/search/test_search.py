@@ -5,6 +5,7 @@ refuses and says.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections import OrderedDict
@@ -49,7 +50,7 @@ from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_sa
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
 from shardwright.policies.autodist.search.mesh_trials import MeshTrials
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
+from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
@@ -311,6 +312,19 @@ def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun
     assert [mesh for mesh, _ in asked][:begun] == ["x=4", "x=2", "x=2 x y=2", "one rank"][:begun]
     assert [audited for _, audited in asked] == [False] * begun + [True] * (len(asked) - begun)
     assert found.best is not None and found.seconds <= limit_s
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "first_s", "num_rounds"), [(60.0, 6.0, 4), (120.0, 12.0, 4), (300.0, 12.0, 10)]
+)
+def test_rounds_of_placing_are_no_longer_in_a_search_of_more_than_two_minutes(
+    limit_s: float, first_s: float, num_rounds: int
+) -> None:
+    ends_s = [share * limit_s for share in outer_search.rounds(Clock(limit_s).steady)]
+    assert ends_s[0] == pytest.approx(first_s) and ends_s[-1] == pytest.approx(0.7 * limit_s)
+    assert len(ends_s) == num_rounds
+    for earlier, later in itertools.pairwise(ends_s):
+        assert 0.0 < later - earlier < 2.001 * first_s
 
 
 def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
@@ -638,13 +652,17 @@ def test_a_simple_plan_is_bounded_by_what_the_search_cut_in_its_place(
     assert split_bounds_s["faster"] == 0.0
 
 
-@pytest.mark.parametrize("ended_by", ["time", "the game"])
+@pytest.mark.parametrize(
+    ("limit_s", "took_s"), [(10.0, 2.0), (10.0, 0.0), (120.0, 24.0), (300.0, 24.0), (1000.0, 80.0)]
+)
 def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
-    ended_by: str, monkeypatch: pytest.MonkeyPatch
+    limit_s: float, took_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least bound is raised first, in the share of the limit that is kept for it."""
+    """The least bound is raised first, in a share of the limit, or of the first two minutes of a
+    longer one. Where it takes no time, it ends with the game.
+    """
     asked: list[tuple[str, bool, bool]] = []
-    clock = Passing(10.0)
+    clock = Passing(limit_s)
 
     class NoBetter:
         bound_s, is_over = 0.0, False
@@ -654,9 +672,8 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
 
         def play(self, enough_s: float, rounds: int, is_late: Any) -> None:
             begins = is_late()
-            if ended_by == "time":
-                clock.passed_s += BOUNDS_SHARES[1] * clock.limit_s
-            self.is_over = ended_by == "the game"
+            clock.passed_s += took_s
+            self.is_over = took_s == 0.0
             asked.append((self.title, begins, is_late()))
 
     monkeypatch.setattr(
@@ -668,7 +685,7 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     staged = [candidate for candidate in found.tried if candidate.plan.stages]
     assert len({candidate.bound_s for candidate in staged}) > 1
     title = min(staged, key=lambda candidate: candidate.bound_s).title
-    assert asked == [(title, False, ended_by == "time")]
+    assert asked == [(title, False, took_s > 0.0)]
 
 
 def test_a_bound_that_rounding_keeps_below_what_is_enough_is_not_raised_for_ever(

@@ -94,14 +94,51 @@ class _Flow:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """A flow in one placement: the layout it is ``made`` in, as each reader ``needs`` it, and
-    adapters by place.
+    adapters by place, ascending.
     """
 
     made: Layout
     needs: tuple[Layout, ...]
     adapters: tuple[tuple[int, OpTime], ...]
+
+    @functools.cached_property
+    def sent(self) -> Layout:
+        """As it is sent on the same mesh."""
+        return replace(self.made, partial=(), grad_partial=())
+
+    def wanted(self, first: int, last: int) -> tuple[Layout, ...]:
+        """The layouts that the readers from number ``first`` before ``last`` need, each once."""
+        numbers = frozenset(self._numbers[first:last])
+        if numbers not in self._wanted:
+            self._wanted[numbers] = tuple(self._distinct[number] for number in sorted(numbers))
+        return self._wanted[numbers]
+
+    def adapters_s(self, begin: int, end: int) -> Array:
+        """The seconds of the adapters at places from ``begin`` before ``end``."""
+        first, last = (bisect.bisect_left(self._places, place) for place in (begin, end))
+        return _sides(time for _, time in self.adapters[first:last])
+
+    # A mask that hundreds of operators read is wanted in a few layouts: numbers of these are
+    # compared, as hashing all of them for each stage takes most of the time.
+
+    @functools.cached_property
+    def _distinct(self) -> tuple[Layout, ...]:
+        return tuple(dict.fromkeys(self.needs))
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        number = {layout: index for index, layout in enumerate(self._distinct)}
+        return tuple(number[layout] for layout in self.needs)
+
+    @functools.cached_property
+    def _wanted(self) -> dict[frozenset[int], tuple[Layout, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _places(self) -> tuple[int, ...]:
+        return tuple(place for place, _ in self.adapters)
 
 
 class Messages:
@@ -310,7 +347,7 @@ class Messages:
             return 0.0
         # The layouts at both ends, and the ranks: these are all that a message depends on.
         sent, received = (
-            self._sent_as(before, index),
+            self._views[before][index].sent,
             self._received_as(before, after, index, reach),
         )
         key = before, after, here, there, reverse, value.dtype, sent, received
@@ -330,9 +367,9 @@ class Messages:
         view, value = self._views[before][index], self._flows[index].value
         if not self._flows[index].is_sent:
             return np.zeros(SIDES)
-        own = view.needs[: reach.first]
-        copies = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
-        return copies - _sides(time for place, time in view.adapters if place < reach.begin)
+        wanted = (*view.wanted(0, reach.first), view.sent)
+        copies = self._tree_s(before, value, view.made, wanted)
+        return copies - view.adapters_s(0, reach.begin)
 
     def _taken_s(self, before: int, after: int, index: int, reach: _Reach) -> Array:
         """The copies that readers make of what arrives, instead of those in the whole model's
@@ -340,19 +377,14 @@ class Messages:
         """
         view, value = self._views[after][index], self._flows[index].value
         received = self._received_as(before, after, index, reach)
-        copies = self._tree_s(after, value, received, view.needs[reach.first : reach.last])
-        return copies - _sides(
-            time for place, time in view.adapters if reach.begin <= place < reach.end
-        )
-
-    def _sent_as(self, before: int, index: int) -> Layout:
-        return replace(self._views[before][index].made, partial=(), grad_partial=())
+        copies = self._tree_s(after, value, received, view.wanted(reach.first, reach.last))
+        return copies - view.adapters_s(reach.begin, reach.end)
 
     def _received_as(self, before: int, after: int, index: int, reach: _Reach) -> Layout:
         if not self._flows[index].is_sent:
             return self._views[after][index].made
         if self.walks[before].mesh == self.walks[after].mesh:
-            return self._sent_as(before, index)
+            return self._views[before][index].sent
         return replace(self._views[after][index].needs[reach.first], partial=(), grad_partial=())
 
     def _tree_s(
@@ -439,7 +471,7 @@ def _reaches(
     ]
 
 
-def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
+def _views(walk: Walk, flows: Sequence[_Flow]) -> list[View]:
     """The flows as one placement has them."""
     computed = {item.original.name: item for _, item in walk.by_place if isinstance(item, Compute)}
     # The adapters of each value, with where they stand.
@@ -461,7 +493,7 @@ def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
                 if value.name == flow.value.name
             ]
         made = walk.layouts[flow.value.name]
-        found.append(_View(made, tuple(needs), tuple(adapters.get(flow.value.name, ()))))
+        found.append(View(made, tuple(needs), tuple(adapters.get(flow.value.name, ()))))
     return found
 
 

@@ -30,12 +30,12 @@ from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.stages.block_costs import block_costs
-from shardwright.policies.autodist.stages.boundaries import Boundary, Messages
+from shardwright.policies.autodist.stages.boundaries import Boundary, Messages, View
 from shardwright.policies.autodist.stages.chain import block_starts
 from shardwright.policies.autodist.stages.stage_costs import StageCosts
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 RATES = (1e6, 1e8)
 """Bytes/s of links: slow ones are for splitting the batch, fast ones for splitting everything else
@@ -227,3 +227,16 @@ def stages_of(name: str, placements: list[int], starts: list[str]) -> Plan:
         "1f1b",
         4,
     )
+
+
+def test_layouts_are_not_hashed_anew_for_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage asks for the copies of all its readers: hundreds, of a mask in a deep model."""
+    whole = Layout.whole((4, 4))
+    summed = replace(whole, grad_partial=("x",))
+    view = View(whole, (summed, *[whole] * 200, summed), ())
+    assert view.wanted(0, 2) == (summed, whole)
+    asked: list[Layout] = []
+    monkeypatch.setattr(Layout, "__hash__", lambda layout: asked.append(layout) or id(layout))
+    assert all(view.wanted(first, 202) == (summed, whole) for first in range(201))
+    assert view.wanted(201, 202) == (summed,) and view.wanted(1, 201) == (whole,)
+    assert not asked

@@ -23,6 +23,11 @@ from shardwright.policies.autodist.stages.scheduled import ScheduledBound
 ROUNDS = 8
 """How many rounds of a game are played before it is looked again which bound is the least."""
 
+OF_SEARCH = 0.25
+"""The share of the time a search has taken that its bounds may take in any case, if the limit has
+it.
+"""
+
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the arithmetic alone."""
 
@@ -96,12 +101,14 @@ def raise_bounds(state: SearchState) -> None:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
-    most_s = BOUNDS_SHARES[1] * state.clock.steady_s
-    until_s = state.clock.seconds + min(state.clock.left_s, most_s)
+    # A quarter of what the search has taken, or the share of its first two minutes.
+    clock, share = state.clock, BOUNDS_SHARES[1]
+    most_s = min(share * clock.limit_s, max(share * clock.steady_s, OF_SEARCH * clock.seconds))
+    until_s = clock.seconds + min(clock.left_s, most_s)
 
     # Only a share of the time that is left goes into bounds.
     def is_late() -> bool:
-        return state.clock.seconds >= until_s
+        return clock.seconds >= until_s
 
     # Requests with the same placements and schedule have one bound.
     known: dict[tuple[object, ...], ScheduledBound] = {}

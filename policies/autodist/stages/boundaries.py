@@ -105,7 +105,7 @@ class View:
 
     @functools.cached_property
     def sent(self) -> Layout:
-        """As it is sent on the same mesh."""
+        """The layout in which it is sent on the same mesh."""
         return replace(self.made, partial=(), grad_partial=())
 
     def wanted(self, first: int, last: int) -> tuple[Layout, ...]:

@@ -381,7 +381,10 @@ def predicted_s(
 
     def cost_on(machine: Hardware, *, overlaps: bool) -> PlanCost:
         return audit(
-            program_of(name, overlaps=overlaps), config_of(name, overlaps=overlaps), machine
+            program_of(name, overlaps=overlaps),
+            config_of(name, overlaps=overlaps),
+            machine,
+            gathers_ahead=overlaps,
         )
 
     own_s = sum(cost_on(hardware, overlaps=False).ranks[0].comm_s.values()) / num_messages

@@ -1,11 +1,13 @@
 """What a plan costs, from the program that is really emitted.
 
-The time of a plan without stages is a sum. Operators and adapters (which block) count once per
-microbatch. Once per step come the reduction of gradients, the exchange of whole tensors where the
-optimizer needs them, the optimizer's pass, and the gathering of what other ranks updated. Planners
-minimise exactly this sum. Where the config overlaps communication, sums run beside the last
-backward and gatherings beside the first forward (``overlap.py``). The time of a pipeline comes from
-its schedule, simulated with the times of its stages and messages (``pipeline_time.py``).
+The time of a plan without stages is a sum. Operators and adapters count once per microbatch.
+Adapters block, but for those that the program starts early: what is hidden of these behind
+operators is left out (``body_time.py``, ``gathers_ahead.py``). Once per step come the reduction of
+gradients, the exchange of whole tensors where the optimizer needs them, the optimizer's pass, and
+the gathering of what other ranks updated. Planners minimise exactly this sum, without what is
+hidden. Where the config overlaps communication, sums run beside the last backward and gatherings
+beside the first forward (``overlap.py``). The time of a pipeline comes from its schedule, simulated
+with the times of its stages and messages (``pipeline_time.py``).
 
 Example: 4 microbatches of 2 ms forward and 4 ms backward, 3 ms for the gradients' all-reduce and
 1 ms for Adam take 4 * (2 + 4) + 3 + 1 = 28 ms, if nothing overlaps.
@@ -49,14 +51,17 @@ def audit(
     optimizer: OptimizerMemory = ADAM,
     times: OperatorTimes | None = None,
     num_microbatches: int | None = None,
+    gathers_ahead: bool = True,
 ) -> PlanCost:
     """The cost of one step of a lowered program; with ``inference_only`` of one forward of each
     microbatch.
 
     ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators.
     ``num_microbatches``: the samples of a step whose gradients are added up (default: those of the
-    plan's schedule; without stages those of its batch, 1 without one). The ranks of the job are the
-    first devices of ``hardware``, unit after unit.
+    plan's schedule; without stages those of its batch, 1 without one). ``gathers_ahead``: weights
+    are gathered one ahead, as the runtime does it, and what is hidden of that costs nothing;
+    without it each is priced as if it were waited for, as planners add it up. The ranks of the job
+    are the first devices of ``hardware``, unit after unit.
 
     Raises:
         ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a
@@ -69,7 +74,9 @@ def audit(
             hint=f"load_hardware(..., num_devices={config.runtime_ngpus})",
         )
     count = _checked_count(program, num_microbatches)
-    cost = time_of_step(program, config, hardware, optimizer, times, count)
+    cost = time_of_step(
+        program, config, hardware, optimizer, times, count, gathers_ahead=gathers_ahead
+    )
     return replace(
         cost,
         memory=_memory(program, config, optimizer, count),
@@ -115,15 +122,24 @@ def time_of_step(
     optimizer: OptimizerMemory = ADAM,
     times: OperatorTimes | None = None,
     num_microbatches: int = 1,
+    *,
+    gathers_ahead: bool = True,
 ) -> PlanCost:
     """The cost of a step without its memory, which no machine changes: for fits that price one
     program on many machines.
     """
     # Stages have a schedule; one mesh has a body, and what follows its backward.
     if isinstance(program, PipelineProgram):
-        return pipeline_cost(program, config, hardware, optimizer, times)
+        return pipeline_cost(
+            program, config, hardware, optimizer, times, gathers_ahead=gathers_ahead
+        )
     body = body_time(
-        program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only
+        program,
+        hardware,
+        tuple(range(config.plan_ngpus)),
+        times,
+        trains=not config.inference_only,
+        gathers_ahead=gathers_ahead,
     )
     reduction = Reduction.of(
         program.declarations,

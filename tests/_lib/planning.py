@@ -81,7 +81,7 @@ def audited_s(graph: PlannableGraph, plan: Plan, wanted: PlacementRequest) -> fl
     memory.
     """
     program = lower(graph, plan)
-    body = body_time(program, wanted.hardware, wanted.ranks)
+    body = body_time(program, wanted.hardware, wanted.ranks, gathers_ahead=False)
     reduction = Reduction.of(
         program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer
     )

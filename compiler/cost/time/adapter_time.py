@@ -69,6 +69,20 @@ def together_time(
     return movement_time(movement, mesh, tuple(ranks), hardware, differentiable=differentiable)
 
 
+def joining_s(
+    steps: Sequence[tuple[AdapterStep, torch.dtype]], mesh: Mesh, hardware: Hardware
+) -> float:
+    """Seconds of :func:`together_time` of gathers in which arrived pieces are put in their places:
+    work of the device, which comes after the message.
+    """
+    if not steps or all(end_to_end(step, mesh) for step, _ in steps):
+        return 0.0
+    num_bytes = sum(
+        local_bytes(step.before, dtype, mesh) * mesh.num_ranks(step.axes) for step, dtype in steps
+    )
+    return _copy_s(num_bytes, hardware)
+
+
 @functools.lru_cache(maxsize=65536)
 def _step_time(
     step: AdapterStep,
@@ -312,7 +326,11 @@ class _Seconds:
         return self._copy(held) + self._collective("all_to_all", held) + self._copy(received)
 
     def _copy(self, num_bytes: int) -> float:
-        return max(self.hardware.device.memory_s(2 * num_bytes), self.hardware.device.launch_s)
+        return _copy_s(num_bytes, self.hardware)
 
     def _fill(self, num_bytes: int) -> float:
         return max(self.hardware.device.memory_s(num_bytes), self.hardware.device.launch_s)
+
+
+def _copy_s(num_bytes: int, hardware: Hardware) -> float:
+    return max(hardware.device.memory_s(2 * num_bytes), hardware.device.launch_s)

@@ -8,16 +8,17 @@ recompute region, ``compute_s`` is 4 ms, of which ``recomputed_s`` is 1 ms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
-from shardwright.compiler.cost.time.adapter_time import together_time
+from shardwright.compiler.cost.time.adapter_time import joining_s, together_time
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
+from shardwright.compiler.cost.time.gathers_ahead import Message, Work, hidden_ahead
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
-from shardwright.compiler.cost.time.kept_weights import gathered_again
+from shardwright.compiler.cost.time.kept_weights import asked_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.operator_traffic import BIASES
 from shardwright.compiler.cost.time.token_copies import launches
@@ -56,7 +57,8 @@ class BodyTime:
     - ``compute_s``, ``comm_s``: these split the sum of all times. ``comm_s`` has names like
       ``"tp all_reduce"``.
     - ``recomputed_s``: the part of the sum in which the backward runs forwards again or gathers
-      weights again; ``recomputes`` says whether there are such forwards.
+      weights again; ``recomputes`` says whether there are such forwards. ``ahead_s``: what these
+      gathers would take more if the backward began none of them one weight ahead.
     - ``comm_bytes``: the bytes that go through the collectives of ``comm_s``, counted as the
       runtime's ``CommunicationVolume`` counts them.
     - ``launched_s``: the seconds that forward and backward take as the host launches their
@@ -70,6 +72,7 @@ class BodyTime:
     recomputes: bool
     comm_bytes: dict[str, float] = field(default_factory=dict)
     launched_s: tuple[float, float] = (0.0, 0.0)
+    ahead_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
@@ -106,9 +109,10 @@ def body_time(
     *,
     trains: bool = True,
     unit_size: int | None = None,
+    gathers_ahead: bool = True,
 ) -> BodyTime:
     """The times of a program whose mesh lies on ``ranks`` of a unit. ``unit_size``: the ranks of
-    the whole unit (default: as many as ``ranks``).
+    the whole unit (default: as many as ``ranks``). ``gathers_ahead``: as in :func:`audit.audit`.
     """
     size = len(ranks) if unit_size is None else unit_size
     storage_ranks = tuple(
@@ -117,7 +121,7 @@ def body_time(
     sums = _Sums(program.plan, hardware, tuple(ranks), storage_ranks, times, trains)
     # Instructions of recompute regions run twice.
     again = _recomputed(program) if trains else set()
-    again_too = gathered_again(program) if trains else frozenset()
+    again_too = asked_again(program) if trains else {}
     instructions: list[tuple[Instruction, OpTime]] = []
     for position, instruction in enumerate(program.body):
         runs = 2 if id(instruction) in again else 1
@@ -136,6 +140,10 @@ def body_time(
         instructions.append((instruction, time))
     sums.hide_beside(instructions)
     sums.hide_meanwhile(instructions, again)
+    # What regions that run again gather is not begun ahead there.
+    again_s = {id(item): time.forward_s for item, time in instructions if id(item) in again}
+    if gathers_ahead:
+        sums.hide_ahead(program, instructions, again, again_too)
     return BodyTime(
         tuple(instructions),
         sums.compute_s,
@@ -143,13 +151,14 @@ def body_time(
         sums.recomputed_s,
         bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
         sums.volumes,
-        _launched_s(instructions, again, hardware.device, sums.mesh),
+        _launched_s(instructions, again_s, hardware.device, sums.mesh),
+        sums.ahead_s,
     )
 
 
 def _launched_s(
     instructions: Sequence[tuple[Instruction, OpTime]],
-    again: set[int],
+    again_s: Mapping[int, float],
     device: Device,
     mesh: Mesh,
 ) -> tuple[float, float]:
@@ -159,7 +168,7 @@ def _launched_s(
     The host goes on to the backward while the device is still at the forward, unless the queue
     stops there. Large operators at the end of a model let it get ahead, and hide what it then takes
     for the layers' backward; in the forward they come too late for that. The backward launches once
-    more what it computes ``again``.
+    more what it computes again, which takes ``again_s``, by the identity of the instruction.
     """
     queue_s = device.queue_s
     if not any(queue_s):
@@ -178,8 +187,8 @@ def _launched_s(
         forward = (queue_s[0] * there * (time.forward_s > 0), time.forward_s)
         forwards.append(forward)
         backwards.append((queue_s[1] * back * (time.backward_s > 0), time.backward_s))
-        if id(item) in again:
-            backwards.append(forward)
+        if id(item) in again_s:
+            backwards.append((forward[0], again_s[id(item)]))
     launched_s = done_s = 0.0
     ends = []
     for calls in (forwards, reversed(backwards)):
@@ -216,6 +225,7 @@ class _Sums:
     trains: bool
     compute_s: float = 0.0
     recomputed_s: float = 0.0
+    ahead_s: float = 0.0
     comm: dict[str, float] = field(default_factory=dict)
     volumes: dict[str, float] = field(default_factory=dict)
 
@@ -385,6 +395,81 @@ class _Sums:
             for name, seconds in ((there, runs * hidden.forward_s), (back, hidden.backward_s)):
                 if seconds:
                     self.comm[name] -= seconds
+
+    def hide_ahead(
+        self,
+        program: Program,
+        instructions: list[tuple[Instruction, OpTime]],
+        again: set[int],
+        asked: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """Take from gathers of weights what runs while they are under way, as the one before them
+        is used. ``again``: the instructions that backward runs a second time. ``asked``: where
+        backward needs what it gathers again.
+        """
+        messages: dict[int, Message] = {}
+        for position, (item, time) in enumerate(instructions):
+            if isinstance(item, Adapt) and item.step.kind == "all_gather" and not joins(item):
+                messages[position] = self._gathered(program, position, time, again, asked)
+        if not messages:
+            return
+        work = [self._work(item, time, again) for item, time in instructions]
+        device = self.hardware.device
+        for position, hidden in hidden_ahead(program, messages, work, asked, device).items():
+            item, time = instructions[position]
+            assert isinstance(item, Adapt)
+            instructions[position] = item, time + OpTime(-hidden[0])
+            self.recomputed_s -= hidden[1]
+            self.ahead_s += hidden[1]
+            if any(hidden):
+                self.comm[f"{'+'.join(item.step.axes)} all_gather"] -= sum(hidden)
+
+    def _gathered(
+        self,
+        program: Program,
+        position: int,
+        time: OpTime,
+        again: set[int],
+        asked: Mapping[str, tuple[int, int]],
+    ) -> Message:
+        """What the gathers at a position send, without the copies around it."""
+        group = gathers_at(program.body, position)
+        kept = [a for a in group if a.result.name in asked and id(a) not in again]
+        times = []
+        for part in (group, kept):
+            steps = [(adapter.step, adapter.of.dtype) for adapter in part]
+            whole = together_time(steps, self.storage_mesh, self.storage_ranks, self.hardware)
+            copied_s = joining_s(steps, self.storage_mesh, self.hardware)
+            times.append(whole.forward_s - copied_s)
+        # Some of it may be hidden behind something else already.
+        return Message(min(times[0], time.forward_s), times[1])
+
+    def _work(self, item: Instruction, time: OpTime, again: set[int]) -> Work:
+        """What an instruction computes, and the axes over which it waits for messages."""
+        if isinstance(item, Adapt):
+            sends = communicates(item.step)
+            axes = (
+                item.step.axes if sends[0] and time.forward_s else (),
+                item.step.axes if sends[1] and time.backward_s else (),
+            )
+            return Work(OpTime(), axes, id(item) in again)
+        if isinstance(item, Loop):
+            # Its messages travel beside what it computes, which hides nothing else.
+            inside = {axis for a in item.body if isinstance(a, Adapt) for axis in a.step.axes}
+            return Work(OpTime(), (inside, inside), id(item) in again)
+        sent = exchanges_in(
+            item.original, item.assignment, self.mesh, self.hardware, ranks=self.ranks
+        )
+        sent_s = OpTime(
+            sum(message.time.forward_s for message in sent),
+            sum(message.time.backward_s for message in sent),
+        )
+        busy = OpTime(
+            max(0.0, time.forward_s - sent_s.forward_s),
+            max(0.0, time.backward_s - sent_s.backward_s),
+        )
+        names = tuple(message.axis for message in sent)
+        return Work(busy, (names, names), id(item) in again)
 
     def _under_way(
         self, instruction: Adapt | Compute, time: OpTime

@@ -53,26 +53,42 @@ def gathered_again(program: Program) -> frozenset[str]:
     """The names of the gathered values that are gathered again for the backward. A weight in a
     recompute region may be among them; there the region gathers it again.
     """
+    return frozenset(asked_again(program))
+
+
+def asked_again(program: Program) -> dict[str, tuple[int, int]]:
+    """What :func:`gathered_again` names, with the positions in the body of the first and the last
+    operator that keeps it. Backward asks for it at the last one first.
+    """
     again = [adapter for adapter in program.adapters() if adapter.gathers_again]
     if not again:
-        return frozenset()
+        return {}
     activations = frozenset(a.of.name for a in again if not a.gathers_weight)
     # Which operators keep which value, in the graph; below, which adapters made these.
     keeping = keepers(program.graph, activations)
-    kept: set[str] = set()
-    found: set[str] = set()
+    kept: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int]] = {}
+
+    def keep(name: str, first: int, last: int) -> None:
+        known = kept.get(name, (first, last))
+        kept[name] = min(known[0], first), max(known[1], last)
+
     # Readers come after the adapters that make what they read, so the way back meets them first.
-    for instruction in reversed(program.body):
+    for position in range(len(program.body) - 1, -1, -1):
+        instruction = program.body[position]
         if isinstance(instruction, Compute):
             original = instruction.original
-            pairs = zip(original.operands, instruction.op.operands, strict=True)
-            kept |= {own.name for value, own in pairs if (value.name, original.name) in keeping}
+            for value, own in zip(original.operands, instruction.op.operands, strict=True):
+                if (value.name, original.name) in keeping:
+                    keep(own.name, position, position)
         elif isinstance(instruction, Loop):
-            kept |= {value.name for value in instruction.operands}  # it keeps all that it reads
+            for value in instruction.operands:  # it keeps all that it reads
+                keep(value.name, position, position)
         elif isinstance(instruction, Adapt) and instruction.result.name in kept:
+            places = kept[instruction.result.name]
             if instruction.gathers_again:
-                found.add(instruction.result.name)
+                found[instruction.result.name] = places
             # On to what the gathered value was made of.
             if instruction.gathers_again or instruction.step.kind in VIEWS:
-                kept.add(instruction.value.name)
-    return frozenset(found)
+                keep(instruction.value.name, *places)
+    return found

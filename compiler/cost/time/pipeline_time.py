@@ -46,8 +46,11 @@ def pipeline_cost(
     hardware: Hardware,
     optimizer: OptimizerMemory,
     times: OperatorTimes | None,
+    *,
+    gathers_ahead: bool = True,
 ) -> PlanCost:
-    """The cost of one step of all microbatches, without its memory.
+    """The cost of one step of all microbatches, without its memory. ``gathers_ahead``: as in
+    :func:`audit.audit`.
 
     After its last action each rank reduces its gradients, updates its parameters, and gathers those
     that other ranks updated. If the optimizer needs whole tensors, they are exchanged around its
@@ -67,6 +70,7 @@ def pipeline_cost(
             times,
             trains=schedule.trains,
             unit_size=config.plan_ngpus,
+            gathers_ahead=gathers_ahead,
         )
         bodies.append(body)
     added = [

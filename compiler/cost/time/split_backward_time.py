@@ -38,8 +38,9 @@ def parts_of_backward(
     if body.recomputes:
         return body.backward_s + added_s, 0.0
     # Weights are gathered again for the gradients of what they were multiplied with, so that time
-    # belongs to the first part, if there is one.
-    gathered_s = body.recomputed_s
+    # belongs to the first part, if there is one. It is priced as if none of them was begun ahead:
+    # the products of the first part are half of what would hide it.
+    gathered_s = body.recomputed_s + body.ahead_s
     input_s, weight_s = (gathered_s, added_s) if inputs else (0.0, added_s + gathered_s)
 
     def parts(instruction: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:

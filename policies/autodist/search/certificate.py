@@ -167,6 +167,13 @@ def _requests_by_pipeline(result: SearchResult) -> dict[Pipeline, list[CutReques
     return found
 
 
+WAITED_FOR = (
+    "step and bound have every gather of a weight as if it were waited for; the program begins "
+    "them one weight ahead, so `simulate` may find less than both"
+)
+"""What certificates say of plans whose weights lie in pieces over units (ZeRO-3)."""
+
+
 def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
     """What is certain of the best plan."""
     sharing = hardware.device.sharing
@@ -186,6 +193,8 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
             "times are those of ranks that all compute, and no rank is faster than with a core for "
             "itself"
         )
+    if best.plan.zero:
+        proof.append(WAITED_FOR)
     return Certificate(
         best.step_s,
         min(least_s, best.step_s) / speed,

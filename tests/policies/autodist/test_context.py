@@ -86,7 +86,9 @@ def test_a_ring_hides_as_much_as_the_machine_lets_it() -> None:
 
     def step_s(overlap: float) -> float:
         device = replace(machine.device, overlap=overlap)
-        return audit(compiled.program, config, replace(machine, device=device)).step_s
+        return audit(
+            compiled.program, config, replace(machine, device=device), gathers_ahead=False
+        ).step_s
 
     all_hidden, half, none = (step_s(overlap) for overlap in (1.0, 0.5, 0.0))
     assert all_hidden < none and half == pytest.approx((all_hidden + none) / 2)
@@ -106,7 +108,9 @@ def test_zigzag_is_tried_where_attention_is_causal_and_may_be_forbidden() -> Non
     assert [best.plan.mesh.turns for best in found] == [(("sp", 1),), ()]
     assert found[0].step_s < found[1].step_s
     by_hand = compile_graph(model, find_policy("cp").apply, config_of(4, cp_mode="ring"))
-    assert found[0].step_s <= audit(by_hand.program, config, slow).step_s * (1 + 1e-9)
+    assert found[0].step_s <= audit(by_hand.program, config, slow, gathers_ahead=False).step_s * (
+        1 + 1e-9
+    )
     with pytest.raises(PlanError, match="beside one that deals positions in zigzag"):
         find_policy("autodist").following(config, found[0].plan, {})
 

@@ -45,7 +45,11 @@ def audited_s(wanted: PlacementRequest, formulation: Formulation, choice: tuple[
     marked = mark_recompute(wanted.graph, wanted.recompute) if wanted.recompute else wanted.graph
     plan = replace(plan_of(wanted, formulation, choice), zero=units_of_storage(wanted.config))
     return audit(
-        lower(marked, plan), wanted.config, wanted.hardware, num_microbatches=wanted.microbatches
+        lower(marked, plan),
+        wanted.config,
+        wanted.hardware,
+        num_microbatches=wanted.microbatches,
+        gathers_ahead=False,
     ).step_s
 
 

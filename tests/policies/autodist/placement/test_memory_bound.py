@@ -91,7 +91,11 @@ def cost_of(asked: PlacementRequest, plan: Plan) -> tuple[float, float]:
     """Seconds of a step, and bytes at the peak."""
     marked = mark_recompute(asked.graph, plan.recompute) if plan.recompute else asked.graph
     cost = audit(
-        lower(marked, plan), asked.config, asked.hardware, num_microbatches=asked.microbatches
+        lower(marked, plan),
+        asked.config,
+        asked.hardware,
+        num_microbatches=asked.microbatches,
+        gathers_ahead=False,
     )
     return cost.step_s, cost.peak_bytes
 

@@ -182,7 +182,9 @@ def test_the_cost_of_the_best_choice_is_that_of_the_lowered_program(name: str) -
     assert math.isclose(found.cost_s, audited_s(wanted.graph, found.plan, wanted), rel_tol=1e-12)
     assert math.isclose(
         found.cost_s,
-        audit(lower(wanted.graph, found.plan), wanted.config, wanted.hardware).step_s,
+        audit(
+            lower(wanted.graph, found.plan), wanted.config, wanted.hardware, gathers_ahead=False
+        ).step_s,
         rel_tol=1e-12,
     )
     assert found.bound_s <= found.cost_s
@@ -204,7 +206,13 @@ def test_adding_up_gradients_is_in_the_cost(use_zero: int) -> None:
         microbatches=3,
     )
     found = placed(wanted)
-    cost = audit(lower(wanted.graph, found.plan), config, wanted.hardware, num_microbatches=3)
+    cost = audit(
+        lower(wanted.graph, found.plan),
+        config,
+        wanted.hardware,
+        num_microbatches=3,
+        gathers_ahead=False,
+    )
     assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-12)
 
 
@@ -333,7 +341,7 @@ def test_the_cost_is_the_audits_at_every_stage_of_zero(
     )
     found = placed(wanted)
     plan = replace(found.plan, zero=units_of_storage(config))
-    cost = audit(lower(wanted.graph, plan), config, hardware)
+    cost = audit(lower(wanted.graph, plan), config, hardware, gathers_ahead=False)
     assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-9)
 
 
@@ -363,7 +371,7 @@ def test_any_choice_costs_what_the_audit_says_with_pieces_over_units() -> None:
         plan = replace(plan_of(wanted, formulation, choice), zero=units_of_storage(config))
         assert math.isclose(
             formulation.cost(choice),
-            audit(lower(graph, plan), config, wanted.hardware).step_s,
+            audit(lower(graph, plan), config, wanted.hardware, gathers_ahead=False).step_s,
             rel_tol=1e-9,
         )
         tried += 1

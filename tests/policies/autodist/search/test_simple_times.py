@@ -56,7 +56,7 @@ def test_stages_take_at_least_what_boundaries_leave(again: bool) -> None:
             program = lower_stages(marked, replace(plan, recompute=recompute))
             spans = [range(cut), range(cut, len(ops))]
             bodies = [
-                body_time(own, hardware, stage.ranks, unit_size=4)
+                body_time(own, hardware, stage.ranks, unit_size=4, gathers_ahead=False)
                 for own, stage in zip(program.programs, program.plan.stages, strict=True)
             ]
             for own, body in zip(spans, bodies, strict=True):

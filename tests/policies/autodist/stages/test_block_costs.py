@@ -59,7 +59,8 @@ def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) 
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size)
     setting = Setting(slow_machine(size), config, tuple(range(size)))
     marked = mark_recompute(graph, tuple(paths))
-    body = body_time(lower(marked, plan), setting.hardware, setting.ranks)
+    marked_program = lower(marked, plan)
+    body = body_time(marked_program, setting.hardware, setting.ranks, gathers_ahead=False)
     blocks = block_costs(
         Walk(lower(graph, plan), setting), starts, parts, lambda part: part.path in paths
     ).blocks

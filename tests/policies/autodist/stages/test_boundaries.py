@@ -189,7 +189,11 @@ def check(
             block_costs(lowered, starts, {}).placed(lowered.mesh.size), 4, splits_backward=False
         )
         body = body_time(
-            program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=size
+            program.programs[index],
+            hardware,
+            program.plan.stages[index].ranks,
+            unit_size=size,
+            gathers_ahead=False,
         )
         own = Walk(
             program.programs[index],

@@ -54,6 +54,7 @@ SHORT = (
     *itertools.product((2, 8, 32), (8, 64), (2.0, 5.0, 10.0)),
     *((layers, 64, 20.0) for layers in (8, 32)),
     (32, 64, 120.0),
+    (32, 64, 300.0),
 )
 """Layers, ranks of a unit, and the limit."""
 

@@ -238,6 +238,7 @@ def test_two_programs_tell_what_more_layers_cost(
         hardware,
         optimizer=script.FUSED_ADAM,
         num_microbatches=row.num_microbatches,
+        gathers_ahead=script.GATHERS_AHEAD,
     )
     assert told[0] == pytest.approx(cost.step_s, rel=1e-2)
     assert told[1] == pytest.approx(cost.peak_bytes, rel=2e-2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,28 @@ from transformers.models.nemotron import modeling_nemotron
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import shardwright
+from shardwright.experts import combine, dispatch, grouped_linear
 
 
 @shardwright.register_op("*, * -> *")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
     return F.silu(gate) * up
+
+
+@shardwright.register_op("r i, r i, r -> r i", linear=["gains"])
+def weighted_swiglu(gate: Tensor, up: Tensor, gains: Tensor) -> Tensor:
+    """``silu(gate) * up * gains``, in the dtype of the gate, for rows ``[R, I]`` of experts with
+    ``gains`` [R].
+    """
+    return (F.silu(gate) * up * gains.unsqueeze(-1)).to(gate.dtype)
+
+
+@shardwright.register_op("r (i pair=2^) -> r i")
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """What GPT-OSS has between the products of its experts; gate and up lie in turns, ``[R, 2 I]``."""
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)
 
 
 def _rotary_dims(x: Any, cos: Any, sin: Any) -> str:
@@ -81,6 +98,23 @@ class GatedMLP(nn.Module):
         return gated
 
 
+class GatedExperts(nn.Module):
+    """Experts of Qwen3 or DeepSeek-V3 whose gate multiplies each row by the weight of its choice,
+    too. The last product is linear, so what comes out is the same.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.num_experts: int = experts.num_experts
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        rows, gains, routing = dispatch(x, chosen, weights, num_experts=self.num_experts)
+        gate, up = grouped_linear(rows, self.gate_up_proj, routing).chunk(2, -1)
+        rows = weighted_swiglu(gate, up, gains)
+        return combine(grouped_linear(rows, self.down_proj, routing), routing)
+
+
 def with_fused_kernels(model: nn.Module) -> nn.Module:
     """The model with gates in one kernel, and torch's RMS norms, of which each is one, where it had
     its own.
@@ -96,11 +130,7 @@ def with_fused_kernels(model: nn.Module) -> nn.Module:
         elif kind in ("LlamaMLP", "DeepseekV3MLP"):
             setattr(model.get_submodule(parent), own, GatedMLP(module))
         elif kind in ("Qwen3MoeExperts", "DeepseekV3Experts"):
-            module._apply_gate = _gated  # type: ignore[assignment]
+            setattr(model.get_submodule(parent), own, GatedExperts(module))
+        elif kind == "GptOssExperts":
+            module._apply_gate = partial(clamped_swiglu, alpha=module.alpha, limit=module.limit)
     return model
-
-
-def _gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    gated: Tensor = swiglu(gate, up)
-    return gated

@@ -88,13 +88,17 @@ def grouped_linear(
 
 
 @checked
-def combine(rows: Tensor, routing: Any) -> Tensor:
-    """The sum of the rows of each token, ``[tokens, hidden]``."""
+def combine(rows: Tensor, routing: Any, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of the rows of each token, ``[tokens, hidden]``.
+
+    ``dtype``: of the result, and of the sums that ranks send each other (default: that of the
+    rows). Rows of float32 in a model of bfloat16 are summed in float32, and sent in half the bytes.
+    """
     module = _traced() if isinstance(rows, FakeTensor) else on_one_device
     if module is on_one_device:
         num_rows = _sizes(routing)[1]
         _check(rows, "rows", rows.ndim > 0 and len(rows) == num_rows, f"[{num_rows}, ...]")
-    return module.combine(rows, routing)  # type: ignore[no-any-return]
+    return module.combine(rows, routing, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def _sizes(routing: Any) -> tuple[int, int]:

@@ -84,12 +84,14 @@ def grouped_linear(
     return out if bias is None else out + bias[0].to(dtype)
 
 
-def combine(rows: Tensor, routing: Tensor) -> Tensor:
+def combine(rows: Tensor, routing: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.combine`."""
     if has_torch_function((rows, routing)):
-        result: Tensor = handle_torch_function(combine, (rows, routing), rows, routing)
+        given = rows, routing
+        options: Any = {} if dtype is None else {"dtype": dtype}
+        result: Tensor = handle_torch_function(combine, given, *given, **options)
         return result
-    return rows.view(*routing.shape, *rows.shape[1:]).sum(0)
+    return rows.view(*routing.shape, *rows.shape[1:]).sum(0, dtype=dtype or rows.dtype)
 
 
 def attention_where(

@@ -107,30 +107,33 @@ def combine(
     rows: Tensor,
     routing: Routing,
     *,
+    dtype: torch.dtype | None = None,
     exchange: Axes = (),
     token_dims: TokenDims = (),
 ) -> Tensor:
     """The sum over the rows of each token, ``[tokens, hidden]``. Without some of the experts it is
     a summand.
 
-    ``exchange``, ``token_dims``: as in :func:`dispatch`; each rank then gets the sums of its own
-    tokens.
+    ``dtype``: of the result, and of the sums that ranks send each other (default: that of the
+    rows). Sums are made in the dtype of the rows. ``exchange``, ``token_dims``: as in
+    :func:`dispatch`; each rank then gets the sums of its own tokens.
     """
     leave_graph(DEPENDS)
-    return cast(Tensor, _now(_combined, rows, routing, exchange, token_dims, moved))
+    return cast(Tensor, _now(_combined, rows, routing, dtype, exchange, token_dims, moved))
 
 
 def start_combine(
     rows: Tensor,
     routing: Routing,
     *,
+    dtype: torch.dtype | None = None,
     exchange: Axes = (),
     token_dims: TokenDims = (),
 ) -> Callable[[], Tensor]:
     """Begin a :func:`combine`; what is returned waits for it. Along the first axis of an exchange
     sums are under way in between.
     """
-    return _combined(rows, routing, exchange, token_dims, moving)
+    return _combined(rows, routing, dtype, exchange, token_dims, moving)
 
 
 @_disable_dynamo
@@ -167,13 +170,18 @@ def _dispatched(
 
 
 def _combined(
-    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: Move
+    rows: Tensor,
+    routing: Routing,
+    dtype: torch.dtype | None,
+    exchange: Axes,
+    token_dims: TokenDims,
+    move: Move,
 ) -> Callable[[], Tensor]:
     checked_routing(routing)
-    exchange = communicating(exchange)
+    exchange, sent_as = communicating(exchange), rows.dtype if dtype is None else dtype
     if exchange:
-        return _returned(rows, routing, exchange, token_dims, move)
-    made = _added(rows, routing)
+        return _returned(rows, routing, sent_as, exchange, token_dims, move)
+    made = _added(rows, routing).to(sent_as)
     return lambda: made
 
 
@@ -288,10 +296,16 @@ def _exchanged(
 
 
 def _returned(
-    rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims, move: Move
+    rows: Tensor,
+    routing: Routing,
+    sent_as: torch.dtype,
+    exchange: Axes,
+    token_dims: TokenDims,
+    move: Move,
 ) -> Callable[[], Tensor]:
-    """Add up what this rank's experts made of each token, send it home, and add it up there.
-    ``move``: what sends it along the first axis, which is the last one on the way home.
+    """Add up what this rank's experts made of each token, send it home in the dtype ``sent_as``,
+    and add it up there. ``move``: what sends it along the first axis, which is the last one on the
+    way home.
     """
     arrivals = routing.arrivals
     # Sums may belong to other ranks than the tokens did.
@@ -301,10 +315,11 @@ def _returned(
     # experts it had here.
     position: Tensor | None = arrivals.position
     home, *legs = arrivals.legs
+    summed_in = rows.dtype
     for leg in reversed(legs):
-        (rows,) = moved(sums_flight(leg, position), [rows])()
+        (rows,) = moved(sums_flight(leg, position, summed_in, sent_as), [rows])()
         position = None
-    come = move(sums_flight(home, position), [rows])
+    come = move(sums_flight(home, position, summed_in, sent_as), [rows])
     return lambda: come()[0]
 
 

@@ -169,21 +169,34 @@ class TokenMessage:
         return found
 
 
-def sums_flight(leg: Leg, position: Tensor | None = None) -> Callable[[Begin], Flight]:
+def sums_flight(
+    leg: Leg, position: Tensor | None, summed_in: torch.dtype, sent_as: torch.dtype
+) -> Callable[[Begin], Flight]:
     """Rows to the ranks that their tokens came from, and the sums of those of each token; gradients
     back. ``position``: the place of each row in the message, where rows of one token are added up
-    before they are sent.
+    before they are sent. ``summed_in``: the dtype of sums; ``sent_as``: that of messages, and of
+    what comes out.
     """
 
     def there(begin: Begin, rows: Sequence[Tensor], phase: Phase) -> Finish:
         made = rows[0] if position is None else summed(rows[0], position, sum(leg.received))
-        come = begin(made, leg.axis, leg.received, leg.sent, phase)
-        return lambda: [summed(come(), leg.tokens, leg.num_tokens)]
+        come = begin(made.to(sent_as), leg.axis, leg.received, leg.sent, phase)
+
+        def finish() -> list[Tensor]:
+            return [summed(come().to(summed_in), leg.tokens, leg.num_tokens).to(sent_as)]
+
+        return finish
 
     def back(begin: Begin, grads: Sequence[Tensor], phase: Phase) -> Finish:
         sent = grads[0].index_select(0, leg.tokens)
         come = begin(sent, leg.axis, leg.sent, leg.received, phase)
-        return lambda: [come() if position is None else come().index_select(0, position)]
+
+        def finish() -> list[Tensor]:
+            if position is None:
+                return [come()]
+            return [come().index_select(0, position).to(summed_in)]
+
+        return finish
 
     return lambda begin: Flight(partial(there, begin), partial(back, begin))
 

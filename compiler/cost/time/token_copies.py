@@ -12,7 +12,9 @@ for each choice of a token. On the rank itself:
 Each axis along which tokens are exchanged adds, with ``a`` for the tokens that arrive: dispatch
 puts what belongs to a token side by side and picks those to be sent (``2 t + 2 a``), and adds the
 gradients that come back up at home (``t + 5 a``); combine adds what comes back up at home (``t + 3
-a``), and picks gradients to be sent (``2 a``).
+a``), and picks gradients to be sent (``2 a``). Where sums are made in a wider dtype than they are
+sent in, what is added up counts by that one, and casts are counted: of what is sent, of what has
+come, and of the sums at home.
 
 Example: 1,024 tokens with two experts each of 8, half of which are here, of 384 float32 numbers:
 ``t`` is 1.6 MB. Of 1,024 tokens of each of 2 ranks three quarters come here, so ``a`` is 2.4 MB,
@@ -81,6 +83,8 @@ def bytes_copied_here(call: LocalCall, differentiated: bool) -> tuple[float, flo
     tokens, rows = (call.operands[0], call.results[0])[:: 1 if there else -1]
     t, r = tokens.num_bytes, rows.num_bytes
     routing = sum(x.num_bytes for x in (*call.operands[1:], *call.results[1:]))
+    if not there:
+        t *= max(1, rows.dtype.itemsize // tokens.dtype.itemsize)
     if there:
         both = 2 * r, t + 3 * r
     elif call.factors[_experts(call)] == _num_experts(call):
@@ -126,12 +130,16 @@ def further_time(call: LocalCall, assignment: Assignment, mesh: Mesh, device: De
     there = call.op.target == "dispatch"
     tokens = call.operands[0] if there else call.results[0]
     num_tokens, hidden = tokens.shape
+    # How many times as wide sums are as messages.
+    wider = 1.0 if there else call.operands[0].dtype.itemsize / tokens.dtype.itemsize
     forward = backward = 0.0
     arrived, before = float(num_tokens), 1
     for axis in _axes_of_exchange(call.op, assignment, mesh):
         num_ranks = mesh.axis_size(axis)
         sent = sent_tokens(call, num_ranks, before)
-        forward += 2 * arrived + 2 * sent if there else arrived + 3 * sent
+        forward += 2 * arrived + 2 * sent if there else wider * (arrived + 3 * sent)
+        if wider > 1:
+            forward += (1 + wider) * (arrived + 2 * sent)
         backward += arrived + 5 * sent if there else 2 * sent
         arrived, before = sent, before * num_ranks
     token_bytes = hidden * tokens.dtype.itemsize

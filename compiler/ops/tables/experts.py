@@ -146,7 +146,7 @@ define(
 )
 define(
     "combine",
-    f"rows, routing, *, {_EXCHANGE}",
+    f"rows, routing, *, dtype=None, {_EXCHANGE}",
     f"{RUNTIME}.combine",
     _combine,
     stand_ins.combine,

@@ -54,8 +54,10 @@ def routed_experts(
     rows = _product(module, "down_proj", rows, routing, autocast=autocast)
     if module.has_post_expert_norm:
         rows = module.post_expert_norm(rows)
-    y = combine(rows * gains.unsqueeze(-1), routing)
-    return y.to(x.dtype)
+    rows = rows * gains.unsqueeze(-1)
+    # Weights in float32 make rows of float32. These are summed so, and sent in the model's dtype.
+    narrow = x.dtype if x.dtype.itemsize < rows.dtype.itemsize else None
+    return combine(rows, routing, dtype=narrow).to(x.dtype)
 
 
 def _product(module: Any, name: str, rows: Tensor, routing: Tensor, *, autocast: bool) -> Tensor:

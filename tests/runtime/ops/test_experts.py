@@ -432,6 +432,47 @@ def test_rows_and_weights_of_all_dtypes_arrive(
         assert torch.equal(torch.cat(pieces), whole)
 
 
+def test_sums_travel_in_the_dtype_of_the_result() -> None:
+    """Rows of float64 are summed so on each rank and at home. Sums travel in float32, in half the
+    bytes, and their gradients do.
+    """
+
+    class Narrow:
+        dispatch, grouped_linear = operators.dispatch, operators.grouped_linear
+
+        @staticmethod
+        def combine(*args: Any, **options: Any) -> Tensor:
+            y = operators.combine(*args, dtype=torch.float32, **options)
+            assert y.dtype == torch.float32
+            return y.double()  # so that float64 gradients come
+
+    layer, way, mesh = LAYERS["every expert"], ("exchange", "exchange"), {"a": 2, "ep": 2}
+    y, wanted = by_a_loop(layer)
+    plain, narrow = (
+        [one for _, one in run(layer, way, mesh, ops, {1: tuple(mesh)})]
+        for ops in (operators, Narrow)
+    )
+    saved = {}
+    for phase in ("forward", "backward"):
+        wide, half = (
+            [one.volume.total("all_to_all", phase=phase) for one in found]
+            for found in (plain, narrow)
+        )
+        assert [v.elements for v in wide] == [v.elements for v in half]
+        saved[phase] = sum(v.num_bytes for v in wide) - sum(v.num_bytes for v in half)
+    # Of each token 3 sums, of its 3 experts, cross "ep", and one of each node "a".
+    num_sums = len(y) * (3 + 2)
+    assert saved == dict.fromkeys(("forward", "backward"), num_sums * HIDDEN * 4)
+    total = {name: torch.zeros_like(gradient) for name, gradient in wanted.items()}
+    for one in narrow:
+        torch.testing.assert_close(one.y, y[one.tokens], rtol=1e-6, atol=1e-6)
+        for name, gradient in one.gradients.items():
+            assert gradient is not None and gradient.dtype == torch.float64
+            place = one.tokens_in if name in ("x", "weights") else one.experts
+            total[name].index_add_(0, place, gradient)
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
+
+
 def early(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of which what it communicates is started, and waited for."""
     return lambda *args, **options: arrived(start(function, *args, **options))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Tier, load_hardware
+from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.operator_traffic import VIEWS, call_bytes
 from shardwright.compiler.cost.time.token_copies import LAUNCHES
@@ -66,6 +67,30 @@ def test_an_exchange_copies_around_its_messages(ops: dict[str, IROp]) -> None:
     token, arrived = 16 * 8, 6 * IMBALANCE
     assert time.forward_s * 1e6 - own[0] == pytest.approx(token * (2 * 4 + 2 * arrived))
     assert time.backward_s * 1e6 - own[1] == pytest.approx(token * (4 + 5 * arrived))
+
+
+def test_sums_in_a_wider_dtype_than_messages() -> None:
+    """Sums of float64 are sent as float32: half the bytes on the way, and casts beside them."""
+
+    class Narrow(Routed):
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            rows, routing = dispatch(x * self.gain, chosen, num_experts=4)
+            return combine(rows, routing, dtype=torch.float32).sum()
+
+    inputs = {"x": torch.zeros(8, 16, dtype=torch.float64), "chosen": torch.tensor([[0, 1]] * 8)}
+    op = {op.target: op for op in attach_rules(trace(Narrow().double(), inputs)).ops}["combine"]
+    hardware = load_hardware("a100-80gb")
+    (sent,) = exchanges_in(op, {"ep": "exchange:e>t"}, MESH, hardware)
+    arrived = 6 * IMBALANCE  # as above
+    assert sent.forward_bytes == sent.backward_bytes == arrived * 16 * 4
+    device = replace(hardware.device, launch_s=0.0, bytes_per_s=1e6)
+    silent = replace(hardware, device=device, tiers=(Tier("l", (8,), 0.0, 1e30),))
+    time = op_time(op, {"ep": "exchange:e>t"}, MESH, silent)
+    own = call_bytes(local_call(op, {"ep": "exchange:e>t"}, MESH))
+    # Home come 6 sums for 4 tokens. They are added up in 8 bytes; what is sent, what has come and
+    # what they add up to is cast.
+    added, cast = 8 * (4 + 3 * arrived), (8 + 4) * (4 + 2 * arrived)
+    assert time.forward_s * 1e6 - own[0] == pytest.approx(16 * (added + cast))
 
 
 class Launches(TorchDispatchMode):

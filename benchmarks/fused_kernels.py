@@ -40,7 +40,7 @@ def weighted_swiglu(gate: Tensor, up: Tensor, gains: Tensor) -> Tensor:
 
 @shardwright.register_op("r (i pair=2^) -> r i")
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """What GPT-OSS has between the products of its experts; gate and up lie in turns, ``[R, 2 I]``."""
+    """What GPT-OSS has between the products of its experts; gate and up lie in turns: [R, 2 I]."""
     gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(gate * alpha)
 

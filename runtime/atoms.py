@@ -76,7 +76,7 @@ Dim = tuple[Atom, ...]
 
 def merge_atoms(dim: Dim) -> Dim:
     """A dim in its shortest form: without atoms of size 1, and with neighbouring uncut atoms and
-    segments joined.
+    segments joined, but for those that a comment names in the place of a size.
 
     A size-1 atom that is cut stays: it tells which rank holds the only element.
     """
@@ -88,8 +88,10 @@ def merge_atoms(dim: Dim) -> Dim:
             # Segments of an uncut atom lie end to end anyway, so their bounds say nothing.
             atom = Atom((atom.size,))
             if merged and not merged[-1].axes:
-                merged[-1] = Atom((merged[-1].size * atom.size,))
-                continue
+                before = merged[-1].size
+                if isinstance(before, int) and isinstance(atom.size, int):
+                    merged[-1] = Atom((before * atom.size,))
+                    continue
         merged.append(atom)
     return tuple(merged) or (Atom((1,)),)
 

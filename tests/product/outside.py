@@ -1,4 +1,5 @@
-"""Every model of the zoo under every policy, and every mutation of the museum, under spmd_types.
+"""Every model of the zoo and every family with experts under every policy, and every mutation of
+the museum, under spmd_types.
 
     python tests/product/outside.py zoo [--only REGEX]
     python tests/product/outside.py mutations
@@ -21,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
+import expert_models
 import zoo
 from outside_cases import exhibits, verdict
 from precision import float64_casts
@@ -55,10 +57,21 @@ CONFIGURATIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 """A name, a policy, and the fields of its config."""
 
+FOR_EXPERTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("tp", "tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
+    ("ep", "ep", {"plan_ngpus": 2, "runtime_ngpus": 2}),
+    ("ep x tp", "tp", {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"ep": 2}}),
+    ("data", "data", {"plan_ngpus": 2, "runtime_ngpus": 2}),
+    ("hybrid ep", "hybrid", {
+        "plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"pp_size": 2, "dp": 2, "ep": 2},
+        **STAGES}),
+)  # fmt: skip
+"""The same for models with experts."""
+
 
 def said(name: str, policy_name: str, fields: dict[str, Any]) -> str:
     """What is said of a model under a plan: the report, or the error of the compiler."""
-    entry = zoo.get(name)
+    entry = expert_models.get(name) if name in expert_models.MODELS else zoo.get(name)
     model, args = entry.build(), entry.inputs()
     try:
         policy, config = without_form(policy_name, ComputeConfig(**fields))
@@ -89,8 +102,10 @@ def said(name: str, policy_name: str, fields: dict[str, Any]) -> str:
 def of_zoo(only: str) -> int:
     """Print what is said of all, and how many are accepted."""
     counts: Counter[str] = Counter()
-    for name in zoo.names():
-        for label, policy, fields in CONFIGURATIONS:
+    plans = dict.fromkeys(zoo.names(), CONFIGURATIONS)
+    plans |= dict.fromkeys(expert_models.MODELS, FOR_EXPERTS)
+    for name, configurations in plans.items():
+        for label, policy, fields in configurations:
             if re.search(only, f"{name} {label}"):
                 started = time.perf_counter()
                 text = said(name, policy, fields).replace("\n", " | ")

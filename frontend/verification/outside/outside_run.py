@@ -63,6 +63,13 @@ class TypedRank:
     problem: str = ""
 
 
+MEANING = (
+    "It may be a fault of the file, or a rule that the checker lacks. If the comparisons above are "
+    "equal, it is most likely the second: docs/outside-certificate.md"
+)
+"""What is said of a refusal."""
+
+
 @dataclass(frozen=True)
 class OutsideReport:
     """What ``spmd_types`` says of a plan's files."""
@@ -87,6 +94,8 @@ class OutsideReport:
                 names = ", ".join(f"{count} {name}" for name, count in sorted(one.told.items()))
                 lines.append(f"  dims taken from the file's comments: {names}")
             lines += [f"  {line}" for line in one.problem.splitlines()]
+            if one.problem:
+                lines.append(f"  {MEANING}")
         return "\n".join(lines)
 
 

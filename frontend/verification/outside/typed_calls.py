@@ -60,9 +60,9 @@ REWRITTEN: Mapping[Callable[..., Any], Callable[..., Any]] = {F.linear: linear, 
 """Compound functions, as the simple ones that ``spmd_types`` knows."""
 
 
-MOVEMENTS = frozenset({"chunk", "flatten", "reshape", "split", "unflatten", "view"})
+MOVEMENTS = frozenset({"__getitem__", "chunk", "flatten", "reshape", "split", "unflatten", "view"})
 """The functions whose results may have cut dims that ``spmd_types`` cannot find: they take a dim
-apart, of which it only knows that an axis cuts it, or join dims.
+apart, of which it only knows that an axis cuts it, take a part of it, or join dims.
 """
 
 FACTORIES = (

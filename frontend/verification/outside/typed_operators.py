@@ -526,7 +526,7 @@ def combine(*, rows: Typed, routing: Any, exchange: Sequence[AxisGroup] = ()) ->
         raise SpmdTypeError(
             f"rows go back over {sorted(named(exchange))}, and came over {sorted(exchanged)}"
         )
-    found = einsum("r...->r...", rows)
+    found = einsum("r...->r...", rows, linear_in=(0,))
     for axis in experts - exchanged:
         found = moved(found, "convert", axis, S(0), P)
     return found

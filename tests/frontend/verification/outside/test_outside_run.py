@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_models import verify_experts
 from museum_models import CASES
 from outside_cases import exhibits, verdict
 from torch import nn
@@ -49,6 +50,21 @@ def test_right_files_are_accepted(name: str, policy: str, config: dict[str, Any]
     assert report.ok and "accepts gencode0.py" in str(report)
     assert set(report.ranks[0].told) <= {"reshape", "split", "view"}
     assert all(rank.num_calls for rank in report.ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "config"),
+    [
+        ("gpt_oss", "tp", {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"ep": 2}}),
+        pytest.param("deepseek_v3", "tp", TWO, marks=pytest.mark.slow),
+    ],
+)
+def test_files_with_experts_are_accepted(name: str, policy: str, config: dict[str, Any]) -> None:
+    """Summands of rows add up, gates take a part of a cut dim, and dims of comments have names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = verify_experts(name, policy, config, steps=1, outside=True).outside
+    assert report is not None and report.ok, report
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

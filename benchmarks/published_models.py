@@ -83,16 +83,22 @@ class WrittenAttention(nn.Module):
 class FlashAttention(nn.Module):
     """One kernel for all of it."""
 
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=True
+        )
 
 
 class Layer(nn.Module):
     """A pre-norm layer. ``core``: what selective recomputation computes again."""
 
-    def __init__(self, sizes: Sizes, *, flash: bool, bias: bool) -> None:
+    def __init__(self, sizes: Sizes, *, flash: bool, bias: bool, dropout: float) -> None:
         super().__init__()
-        self.dropout = 0.0 if flash else DROPOUT
+        self.dropout = dropout
         hidden, ffn = sizes.hidden, sizes.ffn
         self.heads = sizes.heads
         self.norm1, self.norm2 = (nn.LayerNorm(hidden, bias=bias) for _ in range(2))
@@ -100,7 +106,7 @@ class Layer(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=bias)
         self.up, self.down = nn.Linear(hidden, ffn, bias=bias), nn.Linear(ffn, hidden, bias=bias)
         self.core = (
-            FlashAttention() if flash else WrittenAttention(sizes.seq, one=sizes.one_softmax)
+            FlashAttention(dropout) if flash else WrittenAttention(sizes.seq, one=sizes.one_softmax)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,13 +126,21 @@ class Gpt(nn.Module):
     """
 
     def __init__(
-        self, sizes: Sizes, *, flash: bool = False, bias: bool = True, positions: bool = True
+        self,
+        sizes: Sizes,
+        *,
+        flash: bool = False,
+        bias: bool = True,
+        positions: bool = True,
+        dropout: float = DROPOUT,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(sizes.vocab, sizes.hidden)
         # MPT has none: its attention is biased by distance, inside the kernel.
         self.position = nn.Embedding(sizes.seq, sizes.hidden) if positions else None
-        layers = (Layer(sizes, flash=flash, bias=bias) for _ in range(sizes.layers))
+        layers = (
+            Layer(sizes, flash=flash, bias=bias, dropout=dropout) for _ in range(sizes.layers)
+        )
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(sizes.hidden, bias=bias)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
@@ -151,7 +165,7 @@ def megatron_flash(sizes: Sizes) -> nn.Module:
 
 
 def mpt(sizes: Sizes) -> nn.Module:
-    return Gpt(sizes, flash=True, bias=False, positions=False)
+    return Gpt(sizes, flash=True, bias=False, positions=False, dropout=0.0)
 
 
 def llama(sizes: Sizes) -> nn.Module:

@@ -53,6 +53,9 @@ class Sizes:
 
 
 DROPOUT = 0.1
+"""That of Megatron-LM's models and of NeMo's GPT-3 (``hidden_dropout`` and ``attention_dropout`` of
+NeMo-Framework-Launcher, ``launcher_scripts/conf/training/gpt3``).
+"""
 
 
 class WrittenAttention(nn.Module):

@@ -66,7 +66,7 @@ FOR_EXPERTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"pp_size": 2, "dp": 2, "ep": 2},
         **STAGES}),
 )  # fmt: skip
-"""The same for models with experts."""
+"""Plans for models with experts, in the same form."""
 
 
 def said(name: str, policy_name: str, fields: dict[str, Any]) -> str:

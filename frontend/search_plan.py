@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
@@ -20,6 +20,7 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.frontend.files.module_source import ModuleSource, in_dtype
+from shardwright.frontend.sized_inputs import inputs_of_plan, resized
 from shardwright.policies.autodist.autodist_policy import (
     check_save,
     options_of,
@@ -33,10 +34,13 @@ from shardwright.policies.autodist.options import (
     check_imbalance_of_ranks,
     check_options,
 )
-from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
+from shardwright.policies.autodist.search.batch_sizes import (
+    batch_dims,
+    batches,
+    sizes_by_unit,
+)
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
-from shardwright.runtime import structure
 from shardwright.runtime.activity import activity
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
@@ -81,18 +85,11 @@ class PlanSearch:
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
         with activity("tracing"), in_dtype(module, module_dtype):
             tracer = _Tracer(module, dummy_args, config, options)
-
-            def of_unit(of_size: ComputeConfig) -> Subsearches:
-                graphs = tracer.graphs(of_size)
-                return Subsearches.of(graphs, of_size, options.zero, options.imbalance)
-
             if options.unit_sizes is None:
-                variants = of_unit(config)
+                variants = tracer.variants(config, options.microbatch)
             else:
                 check_options(config, options)
-                variants = Subsearches.of_units(
-                    {size: of_unit(replace(config, plan_ngpus=size)) for size in options.unit_sizes}
-                )
+                variants = Subsearches.of_units(tracer.variants_by_unit(options.unit_sizes))
         return cls(variants, config, options, hardware, dummy_args)
 
     def run(self) -> SearchResult:
@@ -103,14 +100,10 @@ class PlanSearch:
     def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
         plan = settled(found, self.config, self.hardware, self.variants.imbalance)
-        graph = self.variants.chosen(plan).graph
-        plan = certified(replace(plan, dims=split_dim_names(graph, plan)), graph, self.config)
-        dummy_args = (
-            self.dummy_args
-            if plan.batch is None
-            else resized(self.dummy_args, plan.batch.dims, plan.batch.samples)
-        )
-        return SearchedPlan(plan, dummy_args, self.variants.chosen(plan))
+        variant = self.variants.chosen(plan)
+        named = replace(plan, dims=split_dim_names(variant.graph, plan))
+        plan = certified(named, variant.graph, self.config)
+        return SearchedPlan(plan, inputs_of_plan(self.dummy_args, plan), variant)
 
     def options_for(self, variant: Subsearch) -> AutodistOptions:
         """The options with all chosen that tells a variant from the others."""
@@ -184,28 +177,6 @@ def search_plan(
     return found
 
 
-def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int) -> dict[str, Any]:
-    """The arguments with so many samples: theirs, over and over again. What is one tensor in two
-    places stays one.
-    """
-    made: dict[tuple[int, int], Tensor] = {}
-
-    def resize(path: str, leaf: Any) -> Any:
-        if path not in dims:
-            return leaf
-        dim = dims[path]
-        # A trace tells two arguments that are one tensor from two equal ones.
-        if (id(leaf), dim) not in made:
-            # Repeated, never made up: indices and masks stay such as the model can take.
-            rows = torch.arange(samples, device=leaf.device) % leaf.shape[dim]
-            made[id(leaf), dim] = (
-                leaf.detach().index_select(dim, rows).requires_grad_(leaf.requires_grad)
-            )
-        return made[id(leaf), dim]
-
-    return {name: structure.map_leaves(value, resize, name) for name, value in dummy_args.items()}
-
-
 @dataclass
 class _Tracer:
     """Traces the model as it is, or for sizes of a microbatch, each once."""
@@ -216,13 +187,43 @@ class _Tracer:
     options: AutodistOptions
     traced: dict[int, PlannableGraph] = field(default_factory=dict)
 
-    def graphs(self, config: ComputeConfig) -> dict[Batch | None, PlannableGraph]:
+    def variants(self, config: ComputeConfig, sizes: Sequence[int] | None) -> Subsearches:
+        """What is searched for units of ``config``, with microbatches of ``sizes``, if any are
+        named.
+        """
+        graphs = self._graphs(config, sizes)
+        return Subsearches.of(graphs, config, self.options.zero, self.options.imbalance)
+
+    def variants_by_unit(self, unit_sizes: Sequence[int]) -> dict[int, Subsearches]:
+        """What is searched for every size of a unit. Sizes of a microbatch that do not fit it are
+        refused there, and searched for others.
+        """
+        configs = {size: replace(self.config, plan_ngpus=size) for size in unit_sizes}
+        wanted, total = self.options.microbatch, self.options.global_batch
+        if wanted is None or total is None:
+            return {size: self.variants(config, None) for size, config in configs.items()}
+        fitting = sizes_by_unit(configs, total, wanted)
+        found = {}
+        for unit, config in configs.items():
+            part = self.variants(config, fitting[unit]) if fitting[unit] else Subsearches((), {})
+            why = f"a unit has {total // config.num_units} of the {total} samples of a step"
+            left_out = {
+                f"microbatches of {size}": f"{why}, which cannot be cut so"
+                for size in wanted
+                if size not in fitting[unit]
+            }
+            found[unit] = replace(part, refused={**part.refused, **left_out})
+        return found
+
+    def _graphs(
+        self, config: ComputeConfig, sizes: Sequence[int] | None
+    ) -> dict[Batch | None, PlannableGraph]:
         """The model as traced, or the graph of every size that a unit of ``config`` may take."""
         options = self.options
         if options.global_batch is None:
             return {None: self._trace(self.dummy_args, {})}
         dims = self._batch_dims
-        wanted = batches(config, options.global_batch, options.microbatch, dims)
+        wanted = batches(config, options.global_batch, sizes, dims)
         for size in {batch.samples for batch in wanted} - self.traced.keys():
             self.traced[size] = self._trace(resized(self.dummy_args, dims, size), dims)
         return {batch: self.traced[batch.samples] for batch in wanted}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import checked_certificate
+from shardwright.compiler.plan.check import check_batch
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
@@ -65,7 +66,10 @@ def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfi
     """The plan of the options, on the ranks of the config, with its certificate if that is of this
     plan and these inputs.
     """
-    plan = refit(read_plan_file(options.load_plan), graph, config.plan_ngpus, options.mesh)
+    saved = read_plan_file(options.load_plan)
+    # With a batch of another size many operators may not fit, and all for one reason.
+    check_batch(graph, saved)
+    plan = refit(saved, graph, config.plan_ngpus, options.mesh)
     if options.num_microbatches is not None:
         plan = _of_microbatches(plan, options.num_microbatches)
     return checked_certificate(plan, graph, config)

@@ -160,13 +160,14 @@ def check_batch(graph: IRGraph, plan: Plan) -> None:
         size = values[path].shape[dim] if dim < values[path].ndim else None
         # A symbolic size fits any number of samples.
         if size != plan.batch.samples and (size is None or isinstance(size, int)):
+            has = "have others" if size is None else f"have {size}"
             raise PlanError(
-                f"the plan is for microbatches of {plan.batch.samples} samples, and the "
-                "model was traced for others",
+                f"the plan is for microbatches of {plan.batch.samples} samples, the dummy "
+                f"arguments {has}",
                 why=f"input {path!r} has shape {list(values[path].shape)}, and its dim {dim} "
                 "counts samples",
-                hint="compile with dummy arguments of that size (shardwright.search_plan returns "
-                "them), or search again",
+                hint=f"give dummy arguments of {plan.batch.samples} samples "
+                "(shardwright.search_plan returns them), or search again",
             )
 
 

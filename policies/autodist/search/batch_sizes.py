@@ -23,7 +23,10 @@ MOST_SIZES = 5
 MOST_OF_A_RANK = 16
 """The most samples of a microbatch for each rank of a unit, where none are named."""
 
-HINT = "name them: batch_dims={'input_ids': 0, 'labels': 0}"
+HINT = (
+    "name them: --batch-dims input_ids=0,labels=0 of a command, in Python "
+    "batch_dims={'input_ids': 0, 'labels': 0}"
+)
 
 
 def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) -> dict[str, int]:
@@ -85,7 +88,8 @@ def _check_all(graph: IRGraph, found: Mapping[str, int], values: Mapping[str, IR
                 raise ConfigError(
                     f"batch_dims leaves out {path!r}",
                     why=f"its dim {dim} is the same dim of the model as {_where(found)}",
-                    hint=f"add {path!r}: {dim}",
+                    hint=f"add {path}={dim} to --batch-dims of a command, in Python {path!r}: "
+                    f"{dim}",
                 )
 
 
@@ -130,8 +134,7 @@ def num_samples(graph: IRGraph, dims: Mapping[str, int]) -> int:
             "global_batch needs a model that was traced for a number of samples",
             why=f"{', '.join(dims)} have the dynamic size {size} there, and what a microbatch of "
             "it costs is not known",
-            hint="call it 'batch' in dynamic_dims, or name the dims: batch_dims={'input_ids': 0, "
-            "'labels': 0}",
+            hint=f"call it 'batch' in dynamic_dims, or {HINT}",
         )
     return size
 
@@ -183,6 +186,35 @@ def batches(
             f"{', '.join(str(size) for size in range(1, share + 1) if share % size == 0)}",
         )
     return [Batch(size, share // size, dims) for size in wanted]
+
+
+def sizes_by_unit(
+    configs: Mapping[int, ComputeConfig], global_batch: int, sizes: Sequence[int]
+) -> dict[int, list[int]]:
+    """The sizes of a microbatch, of those that are named, for every size of a unit: those into
+    which the samples of such a unit can be cut.
+
+    Example: of 4, 8 and 16 for 64 samples on 16 ranks, 4 for units of one rank, which have 4
+    samples each; 4 and 8 for units of two ranks.
+
+    Raises:
+        ConfigError: a size that fits no unit.
+    """
+    shares = {unit: global_batch // config.num_units for unit, config in configs.items()}
+    fitting = {
+        unit: [size for size in sizes if size >= 1 and share % size == 0]
+        for unit, share in shares.items()
+    }
+    lost = [size for size in sizes if not any(size in fits for fits in fitting.values())]
+    if lost or not sizes:
+        units = ", ".join(f"{share} in units of {unit}" for unit, share in shares.items())
+        raise ConfigError(
+            f"option 'microbatch' of policy 'autodist' cannot be {list(sizes)!r}",
+            why=f"a unit has these of the {global_batch} samples of a step: {units}; "
+            f"{', '.join(map(str, lost)) or 'nothing'} divides none of them",
+            hint=f"some of the sizes that divide {max(shares.values())}",
+        )
+    return fitting
 
 
 def own_batch(

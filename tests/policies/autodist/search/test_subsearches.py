@@ -26,7 +26,8 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.frontend.files.cache import read_plan
-from shardwright.frontend.search_plan import PlanSearch, SearchedPlan, resized, search_plan
+from shardwright.frontend.search_plan import PlanSearch, SearchedPlan, search_plan
+from shardwright.frontend.sized_inputs import resized
 from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search
@@ -248,10 +249,10 @@ def test_a_plan_in_a_file_keeps_its_stage_and_its_microbatches(tmp_path: Path) -
     with pytest.raises(PlanError) as caught:
         compile_saved(2, entry.inputs())
     assert str(caught.value) == (
-        "the plan is for microbatches of 2 samples, and the model was traced for others\n"
+        "the plan is for microbatches of 2 samples, the dummy arguments have 4\n"
         "  why:   input 'x' has shape [4, 12], and its dim 0 counts samples\n"
-        "  try:   compile with dummy arguments of that size (shardwright.search_plan returns "
-        "them), or search again"
+        "  try:   give dummy arguments of 2 samples (shardwright.search_plan returns them), or "
+        "search again"
     )
 
 
@@ -309,8 +310,8 @@ def test_a_compile_for_any_number_of_samples_searches_their_number(tmp_path: Pat
         "global_batch needs a model that was traced for a number of samples\n"
         "  why:   x, target have the dynamic size n there, and what a microbatch of it costs "
         "is not known\n"
-        "  try:   call it 'batch' in dynamic_dims, or name the dims: "
-        "batch_dims={'input_ids': 0, 'labels': 0}"
+        "  try:   call it 'batch' in dynamic_dims, or name them: --batch-dims "
+        "input_ids=0,labels=0 of a command, in Python batch_dims={'input_ids': 0, 'labels': 0}"
     )
 
 
@@ -459,12 +460,36 @@ def test_refusals_of_batches() -> None:
         )
 
 
+def test_sizes_of_a_microbatch_are_left_out_for_units_that_they_do_not_fit() -> None:
+    """Units of 1, 2 and 4 ranks have 4, 8 and 16 of the samples of a step."""
+    options = {"global_batch": 16, "unit_sizes": [1, 2, 4]}
+    config = config_of(4, 1, 0, **options, microbatch=[8, 16])
+    entry = zoo.get("mlp")
+    with shared_traces("mlp"):
+        found = PlanSearch.of(entry.build(), entry.inputs(), config).variants
+    listed = [(v.unit_size, v.batch and v.batch.samples) for v in found.listed]
+    assert listed == [(2, 8), (4, 16), (4, 8)]
+    assert found.refused == {
+        f"units of {unit}, microbatches of {size}": (
+            f"a unit has {share} of the 16 samples of a step, which cannot be cut so"
+        )
+        for unit, share, size in ((1, 4, 8), (1, 4, 16), (2, 8, 16))
+    }
+    assert refusal(config_of(4, 1, 0, **options, microbatch=[4, 5])) == (
+        "option 'microbatch' of policy 'autodist' cannot be [4, 5]\n"
+        "  why:   a unit has these of the 16 samples of a step: 4 in units of 1, 8 in units of 2, "
+        "16 in units of 4; 5 divides none of them\n"
+        "  try:   some of the sizes that divide 16"
+    )
+
+
 def test_refusals_of_dims_that_count_samples() -> None:
     one = {"x": torch.zeros(1, 12), "target": torch.zeros(1, 8)}
     assert refusal(config_of(1, 2, 0, global_batch=8), one) == (
         "it cannot be told which dims of the inputs count samples\n"
         "  why:   x is [1, up_dim], target is [1, down_dim]\n"
-        "  try:   name them: batch_dims={'input_ids': 0, 'labels': 0}"
+        "  try:   name them: --batch-dims input_ids=0,labels=0 of a command, in Python "
+        "batch_dims={'input_ids': 0, 'labels': 0}"
     )
     named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
     entry = zoo.get("mlp")
@@ -480,14 +505,15 @@ def test_refusals_of_dims_that_count_samples() -> None:
     assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"x": 0})) == (
         "batch_dims leaves out 'target'\n"
         "  why:   its dim 0 is the same dim of the model as dim 0 of 'x'\n"
-        "  try:   add 'target': 0"
+        "  try:   add target=0 to --batch-dims of a command, in Python 'target': 0"
     )
     assert refusal(
         config_of(1, 2, 0, global_batch=8, batch_dims={"input_ids": 0, "labels": 1}), name="gpt2"
     ) == (
         "the inputs disagree on the number of samples\n"
         "  why:   dim 0 of 'input_ids' has 4, dim 1 of 'labels' has 8\n"
-        "  try:   name them: batch_dims={'input_ids': 0, 'labels': 0}"
+        "  try:   name them: --batch-dims input_ids=0,labels=0 of a command, in Python "
+        "batch_dims={'input_ids': 0, 'labels': 0}"
     )
 
 

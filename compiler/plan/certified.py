@@ -21,11 +21,17 @@ NOT_COVERED = ("certificate", "dims", "notes", "policy", "zero")
 
 
 def certified(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
-    """The plan with its certificate bound to it."""
+    """The plan with its certificate bound to it, and with the stage of ZeRO that it was searched
+    for: time and memory are those of that stage. A plan without ZeRO names none, and goes with any.
+    """
     assert plan.certificate is not None
-    return replace(
-        plan, certificate=replace(plan.certificate, digest=certified_digest(plan, graph, config))
-    )
+    stage = plan.zero_stage
+    if stage is None and not config.leaves_zero_to_plan:
+        stage = config.zero_stage or None
+    ranks = config.runtime_ngpus
+    whole = replace(plan, zero_stage=stage)
+    digest = certified_digest(whole, graph, config)
+    return replace(whole, certificate=replace(plan.certificate, digest=digest, runtime_ngpus=ranks))
 
 
 def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:

@@ -119,6 +119,7 @@ class Certificate:
 
     ``proof``: where that comes from and what it leaves out, a sentence each. ``found``: what was
     tried besides, such as other meshes. ``digest``: binds it to the plan (``certified.py``).
+    ``runtime_ngpus``: the ranks of all units; ``None``: the file does not say.
     """
 
     cost_s: float
@@ -128,6 +129,7 @@ class Certificate:
     hardware: str
     found: tuple[str, ...] = ()
     digest: str = ""
+    runtime_ngpus: int | None = None
 
     @property
     def gap(self) -> float:
@@ -150,7 +152,8 @@ class Certificate:
         return "\n".join([self.claim, *(f"  - {sentence}" for sentence in self.proof)])
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "proof": list(self.proof), "found": list(self.found)}
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {**known, "proof": list(self.proof), "found": list(self.found)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Certificate:
@@ -177,7 +180,7 @@ class Plan:
     ``zero``: over how many units ZeRO-3 stores parameters in pieces (see ``zero.py``); 0 without
     it. It follows from the config, with the stage that the plan has chosen.
 
-    ``zero_stage``: the stage of ZeRO that the plan was chosen for
+    ``zero_stage``: the stage of ZeRO that the plan was searched for, or that the search has chosen
     (``ComputeConfig(use_zero="auto")``); ``None``: any.
     ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that
     size then.

@@ -164,6 +164,7 @@ _CERTIFICATE = {
     **{name: Key(_TEXT, True) for name in ("space", "hardware")},
     **{name: Key(_list(_TEXT), True) for name in ("proof", "found")},
     "digest": Key(_TEXT),
+    "runtime_ngpus": Key(_count(1)),
 }
 
 KEYS: Mapping[str, Key] = {

@@ -20,6 +20,9 @@ HARDWARE = "a100-80gb"
 AUTO = "auto"
 """``--plan-ngpus auto``: the search chooses among the powers of 2 that divide all ranks."""
 
+OF_A_PLAN = "those of the plan in a file, else as many as --plan-ngpus"
+"""The ranks in all where a command line may name the file of a plan."""
+
 NUM_CHOICES = 10
 """The choices that ``explain`` shows where ``--most`` does not say how many."""
 
@@ -37,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="pipeline, tensor and data as JSON or YAML, such as '{pipeline: 2, tensor: {size: 4, "
         "mode: 2d}}', or a file with it; --plan-ngpus may be left out then",
     )
-    add_ranks(parser, required=False)
+    add_ranks(parser, required=False, default=OF_A_PLAN)
 
 
 def add_model_target(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +58,14 @@ def add_model_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(
-    parser: argparse.ArgumentParser, *, required: bool = True, searched: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    required: bool = True,
+    searched: bool = False,
+    default: str = "as many as --plan-ngpus",
 ) -> None:
     """Arguments for the ranks, and settings. ``searched``: how many ranks share one copy of the
-    model may be left to the search.
+    model may be left to the search. ``default``: what ``--runtime-ngpus`` is then.
     """
     parser.add_argument(
         "--plan-ngpus",
@@ -72,7 +79,7 @@ def add_ranks(
         "--runtime-ngpus",
         type=int,
         metavar="N",
-        help="ranks in all (default: as many as --plan-ngpus)",
+        help=f"ranks in all (default: {default})",
     )
     parser.add_argument(
         "--set",
@@ -247,7 +254,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=int,
         metavar="N",
-        help="samples of a step; the size of a microbatch is searched, too",
+        help="samples of a step, over all ranks; the size of a microbatch is searched, too",
     )
     parser.add_argument(
         "--microbatch",
@@ -264,14 +271,15 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``explain``."""
     add_model_target(parser)
-    add_ranks(parser, searched=True)
+    add_ranks(parser, required=False, searched=True, default=OF_A_PLAN)
     add_machine(parser, html=False)
     _add_batch(parser)
     parser.add_argument(
         "--plan",
         type=Path,
         metavar="FILE",
-        help="explain the plan of this file, without a search",
+        help="explain the plan of this file, without a search; ranks, units, stage of ZeRO, "
+        "hardware and microbatches are those of the file where nothing else is said",
     )
     parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
     parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
@@ -298,7 +306,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=int,
         metavar="N",
-        help="samples of a step, added up (default: the plan's, else 1)",
+        help="microbatches whose gradients a step adds up (default: the plan's, else 1)",
     )
     parser.add_argument("--json", action="store_true", help="print the cost as JSON")
     parser.add_argument(

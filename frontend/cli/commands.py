@@ -166,12 +166,13 @@ pas_config.KEY=VALUE.""",
     shardwright explain my_models:make_gpt --plan-ngpus 8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
-    shardwright explain my_models:make_gpt --plan-ngpus 8 --plan plan.json
+    shardwright explain my_models:make_gpt --plan plan.json
 
-Searches as 'plan' does, or takes the plan of a file. Then looks for plans with one thing changed:
-ZeRO, microbatches, what is computed again, other modes of attention over a split sequence; more
-memory, faster links, another mesh; or, with the same stages and schedule, an operator or a module
-split in another way. Every figure is that of a plan that was audited.""",
+Searches as 'plan' does, or takes the plan of a file, with its ranks, units, hardware, stage of ZeRO
+and microbatches where the command line does not name others. Then looks for plans with one thing
+changed: ZeRO, microbatches, what is computed again, other modes of attention over a split sequence;
+more memory, faster links, another mesh; or, with the same stages and schedule, an operator or a
+module split in another way. Every figure is that of a plan that was audited.""",
     ),
     "simulate": Command(
         add_simulate,
@@ -181,8 +182,7 @@ split in another way. Every figure is that of a plan that was audited.""",
     shardwright simulate my_models:make_gpt --policy tp --plan-ngpus 8 --hardware h100
     shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true \\
         --html plan.html
-    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json \\
-        --plan-ngpus 8
+    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json
 
 Nothing is written or run: the program that a compile would emit is priced on the machine described.
 Memory is that of training with Adam, or with --optimizer.""",

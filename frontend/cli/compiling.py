@@ -7,8 +7,12 @@ import argparse
 from rich.text import Text
 
 from shardwright.data.rank_roles import roles
-from shardwright.frontend.cli.model_arguments import make_console, read_dtype, read_plan_request
-from shardwright.frontend.cli.targets import load_model
+from shardwright.frontend.cli.model_arguments import (
+    ModelRequest,
+    make_console,
+    read_dtype,
+    read_model_request,
+)
 from shardwright.frontend.files.cache import generated_directory, read_plan
 from shardwright.frontend.files.module_files import Generated, Order, generate
 from shardwright.frontend.report.plan_tables import show_directory
@@ -20,14 +24,16 @@ from shardwright.runtime.manifest import Manifest, accept
 def run_compile(options: argparse.Namespace) -> int:
     """Run ``compile``."""
     # A command is a call of the library with arguments read from text.
-    source, dummy_args = load_model(options.target, options.args)
-    policy, config = read_plan_request(options)
+    request = read_model_request(options)
+    _print_sources(request)
     order = Order(
-        source=source,
-        dummy_args=dummy_args,
-        policy=policy,
-        config=config,
-        directory=generated_directory(options.gen_savedir, source.cls, options.instance_name),
+        source=request.source,
+        dummy_args=request.dummy_args,
+        policy=request.policy,
+        config=request.config,
+        directory=generated_directory(
+            options.gen_savedir, request.source.cls, options.instance_name
+        ),
         reuse=ReuseType(options.reuse),
         module_dtype=read_dtype(options.dtype),
         dump=options.dump,
@@ -38,19 +44,26 @@ def run_compile(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Run ``verify``."""
-    source, dummy_args = load_model(options.target, options.args)
-    policy, config = read_plan_request(options)
+    request = read_model_request(options)
+    _print_sources(request)
+    policy = request.policy
     report = verify(
-        source.make(),
-        dummy_args,
+        request.source.make(),
+        request.dummy_args,
         policy.name if policy.built_in else policy.apply,
-        config,
+        request.config,
         steps=options.steps,
         outside=options.outside,
         device=options.device,
     )
     make_console().print(str(report), soft_wrap=True)
     return 0 if report.ok else 1
+
+
+def _print_sources(request: ModelRequest) -> None:
+    """Say what was taken from the file of a plan, and what not."""
+    for line in request.sources():
+        make_console().print(line, soft_wrap=True)
 
 
 def _report(generated: Generated, order: Order) -> None:

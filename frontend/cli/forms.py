@@ -13,7 +13,7 @@ from shardwright.compiler.passes.rules import unknown_op_message
 from shardwright.compiler.trace import trace
 from shardwright.frontend.cli.model_arguments import (
     make_console,
-    read_plan_request,
+    read_model_request,
 )
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.files.cache import generated_directory
@@ -24,17 +24,16 @@ from shardwright.runtime.errors import ConfigError
 
 def run_trace(options: argparse.Namespace) -> int:
     """Run ``trace``."""
-    source, dummy_args = load_model(options.target, options.args)
-    policy, config = read_plan_request(options)
+    request = read_model_request(options)
     with tempfile.TemporaryDirectory() as folder:
         forms = Path(folder, "forms") if options.out is None else options.out
         order = Order(
-            source=source,
-            dummy_args=dummy_args,
-            policy=policy,
-            config=config,
+            source=request.source,
+            dummy_args=request.dummy_args,
+            policy=request.policy,
+            config=request.config,
             # What a compile would leave there is thrown away: the files of a real one stay.
-            directory=generated_directory(Path(folder, "files"), source.cls, None),
+            directory=generated_directory(Path(folder, "files"), request.source.cls, None),
             reuse=ReuseType.OVERRIDE,
             dump=forms,
         )

@@ -31,32 +31,33 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
 from shardwright.frontend.calibrate.profile import profile
 from shardwright.frontend.cli.model_arguments import (
+    ModelRequest,
     make_console,
     memory_limit_bytes,
     on_machine,
     read_dtype,
     read_imbalance,
-    read_plan_request,
+    read_model_request,
 )
-from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.files.module_source import in_dtype
 from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
 from shardwright.frontend.report.plan_details import Details, stored_layouts
 from shardwright.policies.saved_plan import read_plan_file
-from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
 
-def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
+def _traced(options: argparse.Namespace, request: ModelRequest) -> IRGraph:
     """The graph of the model that a command line names."""
-    source, dummy_args = load_model(options.target, options.args)
-    module = source.make()
+    module, config = request.source.make(), request.config
     with in_dtype(module, read_dtype(options.dtype)):
         return trace(
-            module, dummy_args, dynamic_dims=config.dim_symbols(), constants=config.constants
+            module,
+            request.dummy_args,
+            dynamic_dims=config.dim_symbols(),
+            constants=config.constants,
         )
 
 
@@ -66,11 +67,15 @@ def run_simulate(options: argparse.Namespace) -> int:
         check_target(options.html, "--html", "plan.html")
     if options.tp_plan is not None:
         check_target(options.tp_plan, "--tp-plan", "tp_plan.json")
-    policy, config = read_plan_request(options)
-    machine, config = on_machine(options, policy, config)
+    request = read_model_request(options)
+    policy = request.policy
+    machine, config = on_machine(options, request)
     hardware = load_hardware(machine, config.runtime_ngpus)
+    # What is printed as JSON stands alone.
+    for line in request.sources(hardware.name):
+        print(line, file=sys.stderr if options.json else sys.stdout)
     imbalance = read_imbalance(options.imbalance, config.plan_ngpus)
-    graph = _traced(options, config)
+    graph = _traced(options, request)
     compiled = compile_graph(
         graph, policy.apply, config, policy_name=policy.name, version=__version__
     )
@@ -146,10 +151,11 @@ def run_profile(options: argparse.Namespace) -> int:
     check_target(file, "the file of times")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device to measure", hint="--device cpu")
-    policy, config = read_plan_request(options)
+    request = read_model_request(options)
+    policy, config = request.policy, request.config
     load_hardware(options.hardware, config.runtime_ngpus)  # refused before anything is measured
     program = compile_graph(
-        _traced(options, config), policy.apply, config, policy_name=policy.name
+        _traced(options, request), policy.apply, config, policy_name=policy.name
     ).program
     known = None if options.again else load_times(options.hardware)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as under torchrun

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +17,11 @@ from rich.console import Console
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.imbalance import Imbalance, check_reachable, imbalance_problem
 from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
-from shardwright.frontend.cli.targets import read_settings
+from shardwright.frontend.cli.named_plans import NamedPlan
+from shardwright.frontend.cli.targets import load_model, read_settings
+from shardwright.frontend.files.module_source import ModuleSource
 from shardwright.frontend.files.named_object import load_target
+from shardwright.frontend.sized_inputs import inputs_of_plan
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import Policy, read_options
@@ -63,21 +66,53 @@ def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:
     return cast(Imbalance, found)
 
 
-def on_machine(
-    options: argparse.Namespace, policy: Policy, config: ComputeConfig
-) -> tuple[str, ComputeConfig]:
-    """The machine that a command line names, and the config with it where the policy plans for one.
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a command line asks for. ``named``: the plan in a file that it names; the dummy
+    arguments have as many samples as the microbatches of that plan.
+    """
+
+    source: ModuleSource
+    dummy_args: Mapping[str, Any]
+    policy: Policy
+    config: ComputeConfig
+    named: NamedPlan | None = None
+
+    def sources(self, machine: str | None = None) -> list[str]:
+        """What of the request a file says, and what not, a line each: see
+        :meth:`NamedPlan.sources`.
+        """
+        return [] if self.named is None else self.named.sources(self.config, machine)
+
+
+def read_model_request(options: argparse.Namespace) -> ModelRequest:
+    """The model, the policy and the config of a command line, checked."""
+    source, dummy_args = load_model(options.target, options.args)
+    policy, config, named = read_plan_request(options)
+    if named is not None:
+        dummy_args = inputs_of_plan(dummy_args, named.plan)
+    return ModelRequest(source, dummy_args, policy, config, named)
+
+
+def on_machine(options: argparse.Namespace, request: ModelRequest) -> tuple[str, ComputeConfig]:
+    """The machine that a command line names, else that of the plan it names, and the config with it
+    where the policy plans for one.
 
     Raises :class:`ConfigError` if ``--hardware`` and the policy's option of that name say different
-    things.
+    things, or no preset has the name that the plan says.
     """
+    policy, config = request.policy, request.config
     takes = policy.options is not None and any(
         field.name == "hardware" for field in fields(policy.options)
     )
+    if takes:
+        config = with_options(config, {"--hardware": ("hardware", options.hardware)})
+    given = config.pas_config.get("hardware") if takes else options.hardware
+    if given is None:
+        given = HARDWARE if request.named is None else request.named.machine()
+    name = str(given)
     if not takes:
-        return options.hardware or HARDWARE, config
-    config = with_options(config, {"--hardware": ("hardware", options.hardware)})
-    name = str(config.pas_config.get("hardware", HARDWARE))
+        return name, config
     return name, replace(config, pas_config={**config.pas_config, "hardware": name})
 
 
@@ -114,31 +149,51 @@ def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]])
     return replace(config, pas_config={**config.pas_config, **dict(named.values())})
 
 
-def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
-    """The policy and the config of a command line, checked."""
+def read_plan_request(
+    options: argparse.Namespace,
+) -> tuple[Policy, ComputeConfig, NamedPlan | None]:
+    """The policy and the config of a command line, checked, and the plan in a file that it
+    names.
+    """
     ranks = {"plan_ngpus": options.plan_ngpus, "runtime_ngpus": options.runtime_ngpus}
-    if options.plan_ngpus == AUTO:
-        ranks["plan_ngpus"] = _all_ranks(options.runtime_ngpus)
     given = {name: number for name, number in ranks.items() if number is not None}
     fields = {**given, **_config_fields(options.settings)}
     parallel = getattr(options, "parallel", None)
     if parallel is not None:
         named, config = without_form(read_parallel(parallel), fields)
-    else:
-        if "plan_ngpus" not in given:
-            raise ConfigError(
-                f"--policy {options.policy} needs --plan-ngpus",
-                why="it is the number of ranks that share one copy of the model",
-                hint="--plan-ngpus 4; with --parallel it follows from the sizes",
-            )
-        # One unit, unless something else is said.
-        fields.setdefault("runtime_ngpus", fields["plan_ngpus"])
-        named, config = options.policy, ComputeConfig.of(fields)
-    if isinstance(named, str) and ":" in named:
-        named = load_target(named)
-    policy = find_policy(named)
+        return _checked(named, config), config, None
+    plan = NamedPlan.of(options, fields)
+    if plan is not None:
+        config = ComputeConfig.of(plan.filled(fields))
+        return _checked(options.policy, config), config, plan
+    if options.plan_ngpus == AUTO:
+        fields["plan_ngpus"] = _all_ranks(options.runtime_ngpus)
+    if "plan_ngpus" not in fields:
+        raise _no_ranks(options)
+    # One unit, unless something else is said.
+    fields.setdefault("runtime_ngpus", fields["plan_ngpus"])
+    config = ComputeConfig.of(fields)
+    return _checked(options.policy, config), config, None
+
+
+def _checked(named: Any, config: ComputeConfig) -> Policy:
+    """The policy of a name or a target, with options that it takes."""
+    policy = find_policy(load_target(named) if isinstance(named, str) and ":" in named else named)
     policy.check(config)
-    return policy, config
+    return policy
+
+
+def _no_ranks(options: argparse.Namespace) -> ConfigError:
+    searches = hasattr(options, "plan")
+    return ConfigError(
+        "a search needs --plan-ngpus"
+        if searches
+        else f"--policy {options.policy} needs --plan-ngpus",
+        why="it is the number of ranks that share one copy of the model",
+        hint="--plan-ngpus 4, or --plan FILE for a plan that is there"
+        if searches
+        else "--plan-ngpus 4; with --parallel it follows from the sizes",
+    )
 
 
 def _all_ranks(runtime_ngpus: int | None) -> int:

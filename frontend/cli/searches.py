@@ -16,17 +16,17 @@ from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
-from shardwright.compiler.plan.plan import Certificate
+from shardwright.compiler.plan.plan import Certificate, Plan
+from shardwright.compiler.plan.zero import settled_config
 from shardwright.frontend.cli.command_arguments import AUTO
 from shardwright.frontend.cli.model_arguments import (
     make_console,
     on_machine,
     read_dtype,
     read_imbalance,
-    read_plan_request,
+    read_model_request,
     with_options,
 )
-from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.pictures import Bar, bars
 from shardwright.frontend.report.plan_details import Details, stored_layouts
@@ -34,6 +34,7 @@ from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.questions.attention_modes import attention_modes
 from shardwright.policies.autodist.questions.explain import (
     Choice,
@@ -55,18 +56,24 @@ from shardwright.policies.autodist.questions.what_if import (
     side_by_side,
 )
 from shardwright.policies.known_policies import find_policy
-from shardwright.policies.saved_plan import SavedOptions, load_plan, read_plan_file
+from shardwright.policies.saved_plan import SavedOptions, load_plan
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
 
-def _asked(options: argparse.Namespace) -> PlanSearch:
-    """What a search is asked for on a command line, checked before it takes its time."""
-    source, dummy_args = load_model(options.target, options.args)
-    policy, config = read_plan_request(options)
-    _, config = on_machine(options, policy, config)
+def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
+    """What a search is asked for on a command line, checked before it takes its time, and what of
+    it the file of a plan says.
+    """
+    request = read_model_request(options)
+    _, config = on_machine(options, request)
+    if request.named is not None:
+        # One stage of ZeRO, where there may be several to search.
+        config = settled_config(request.named.plan, config)
     sizes, most = None, config.plan_ngpus
-    if options.plan_ngpus == AUTO:
+    if options.plan_ngpus == AUTO and request.named is None:
+        _check_has_batch(options, config)
         ranks = most = config.runtime_ngpus
         # Powers of two that divide the ranks.
         sizes = tuple(1 << power for power in range(ranks.bit_length()) if not ranks % (1 << power))
@@ -88,14 +95,31 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
             ),
         },
     )
-    return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
+    asked = PlanSearch.of(
+        request.source.make(), request.dummy_args, config, module_dtype=read_dtype(options.dtype)
+    )
+    return asked, request.sources(asked.hardware.name)
+
+
+def _check_has_batch(options: argparse.Namespace, config: ComputeConfig) -> None:
+    """Refuse to compare units of several sizes without the samples that all of them share."""
+    if options.global_batch is None and "global_batch" not in config.pas_config:
+        raise ConfigError(
+            "--plan-ngpus auto needs --global-batch",
+            why="units of several sizes are compared by a step of the same samples over all ranks",
+            hint="--plan-ngpus auto --global-batch 256",
+        )
 
 
 def run_explain(options: argparse.Namespace) -> int:
     """Run ``explain``."""
-    asked = _asked(options)
+    if options.plan is not None:
+        _check_not_searched(options)
+    asked, sources = _asked(options)
     _check_asked(asked, options)
     console = make_console()
+    for line in sources:
+        console.print(line, soft_wrap=True)
     # The search runs once, or not at all; questions are asked of its result.
     request = _searched(asked) if options.plan is None else _of_file(asked, options)
     plan = request.best.plan
@@ -156,9 +180,9 @@ def _say_what_slows(console: Console, request: Request) -> None:
             console.print(told, soft_wrap=True, markup=False)
 
 
-def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
-    """What questions are asked of, of the plan in a file."""
-    for flag in ("global_batch", "microbatch"):
+def _check_not_searched(options: argparse.Namespace) -> None:
+    """Refuse what is for a search, beside a plan that is there."""
+    for flag in ("global_batch", "microbatch", "batch_dims"):
         if getattr(options, flag) is not None:
             name = flag.replace("_", "-")
             raise ConfigError(
@@ -166,18 +190,30 @@ def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
                 hint=f"leave out one of the two; the plan has its own microbatches: --{name} was "
                 "for the search that made it",
             )
-    if options.plan_ngpus == AUTO:
-        raise ConfigError(
-            "--plan-ngpus auto searches for a number of ranks, and --plan names a plan that is "
-            "there",
-            hint="give the number of ranks of the plan",
-        )
-    saved = read_plan_file(options.plan)
-    variant = next(
-        (found for found in asked.variants.listed if found.zero_stage == saved.zero_stage),
-        asked.variants.listed[0],
-    )
+
+
+def _check_microbatches(plan: Plan, options: AutodistOptions) -> None:
+    """Refuse another number of microbatches than the plan has, which would not be asked about."""
+    if not plan.stages and plan.batch is None:
+        return
+    own = plan.num_microbatches if plan.batch is None else plan.batch.num_microbatches
+    for name in ("num_microbatches", "update_freq"):
+        given = getattr(options, name)
+        if given not in (None, own):
+            raise ConfigError(
+                f"pas_config.{name}={given} is not of the plan in the file",
+                why=f"a step of it has {own}",
+                hint="leave it out; without --op, --module and --against other numbers of "
+                "microbatches are shown",
+            )
+
+
+def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
+    """What questions are asked of, of the plan in a file."""
+    # One graph and one stage of ZeRO: those of the plan.
+    (variant,) = asked.variants.listed
     plan = load_plan(SavedOptions(load_plan=str(options.plan)), variant.graph, variant.config)
+    _check_microbatches(plan, asked.options)
     settings = asked.options_for(variant)
     return request_of_plan(variant.graph, variant.config, settings, asked.hardware, plan)
 
@@ -289,7 +325,7 @@ def run_plan(options: argparse.Namespace) -> int:
         check_target(options.out, "--out")
     if options.html is not None:
         check_target(options.html, "--html", "plan.html")
-    asked = _asked(options)
+    asked, _ = _asked(options)
     found = asked.run()
     console = make_console()
     # First the tables, then the files.

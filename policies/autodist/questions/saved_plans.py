@@ -34,7 +34,8 @@ def request_of_plan(
 ) -> Request:
     """What questions are asked of: the plan and its audit, in the place of a search's answer."""
     # The samples of a step are the plan's own, if it says how many.
-    count = plan.num_microbatches if plan.stages else options.update_freq or 1
+    accumulated = options.update_freq or options.num_microbatches or 1
+    count = plan.num_microbatches if plan.stages else accumulated
     if plan.batch is not None:
         count = plan.batch.num_microbatches
     options = replace(options, num_microbatches=count)
@@ -91,9 +92,9 @@ def _with_zero(request: Request) -> Iterator[Choice]:
         except ConfigError:
             continue
         asked = replace(request, config=changed)
-        yield from _choice(
-            asked, f"use_zero={stage}", replace(plan, zero=units_of_storage(changed))
-        )
+        # The plan names the stage that it was searched for, and another one is asked about.
+        other = replace(plan, zero=units_of_storage(changed), zero_stage=stage)
+        yield from _choice(asked, f"use_zero={stage}", other)
 
 
 def _with_microbatches(request: Request) -> Iterator[Choice]:

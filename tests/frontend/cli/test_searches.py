@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import zoo
 
-from shardwright import __version__
-from shardwright.compiler.plan.plan import Plan
+from shardwright import __version__, parallelize
+from shardwright.compiler.plan.plan import Certificate, Plan
+from shardwright.frontend.cli.commands import command_parsers
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.cli.searches import candidate_table
 from shardwright.frontend.search_plan import PlanSearch
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 MODELS = """
@@ -220,20 +223,114 @@ def test_a_plan_of_a_file_is_explained_without_a_search(
     monkeypatch.setattr("shardwright.policies.autodist.autodist_policy.search_each", searched)
     explain = f"explain plan_models:make {ranks} --plan {file}"
     shown = run(explain)
-    assert shown.splitlines()[0] in certificate
+    assert shown.splitlines()[1] in certificate
     assert "What would help, this plan as it is" in shown and "use_zero=1" in shown
     assert "Operator down" in run(f"{explain} --op down")
     # A plan by hand: nobody has searched for it.
     by_hand = json.loads(file.read_text())
     del by_hand["certificate"]
     file.write_text(json.dumps(by_hand))
-    assert run(explain).splitlines()[0].endswith(": nothing is known of other plans")
+    assert run(explain).splitlines()[2].endswith(": nothing is known of other plans")
     for wrong, words in (
         ("--global-batch 8", "error: --global-batch says what to search, and --plan names"),
         ("--op dwn", "error: the model has no operator 'dwn'"),
         (f"--plan {tmp_path / 'none.json'}", "error: no plan can be read from"),
     ):
         assert run(f"{explain} {wrong}", expected=1).startswith(words)
+
+
+def test_a_file_says_what_the_command_line_does_not(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Ranks, units, machine, stage of ZeRO and microbatches of a plan for 32 samples, where the
+    dummy arguments have 4: too few for its 8 ranks.
+    """
+    ranks = "--plan-ngpus 8 --runtime-ngpus 16 --hardware h100"
+    batch = "--global-batch 64 --microbatch 32 --batch-dims x=0,target=0 --set use_zero=2"
+    mesh = 'pas_config.mesh={"dp":8} --set pas_config.pin={"down":{"dp":"batch"}}'
+    found = run(f"plan plan_models:make {ranks} {batch} --set {mesh} --out plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["zero_stage"] == 2 and written["batch"]["samples"] == 32
+    explain = "explain plan_models:make --plan plan.json"
+    shown = run(explain)
+    says = (
+        "plan.json is for 8 ranks in 2 units, stage 2 of ZeRO, h100, 1 microbatch of 32 samples "
+        "(the dummy arguments are cut or repeated to that)"
+    )
+    assert shown.splitlines()[0] == says and shown.splitlines()[1] in found.splitlines()
+    step = next(line for line in shown.splitlines() if line.startswith("step "))
+    assert " on h100," in step and "use_zero=3" in run(f"{explain} --plan-ngpus 8")
+    assert run(f"{explain} --plan-ngpus auto") == shown
+    saved = "plan_models:make --policy saved --set pas_config.load_plan=plan.json"
+    simulated = run(f"simulate {saved} --set outputs=loss").splitlines()
+    assert simulated[0] == says and simulated[1] == step
+    compiled = run(f"compile {saved}")
+    assert str(Certificate.from_json(written["certificate"])) in compiled
+    # What is said otherwise is named, or refused.
+    otherwise = run(f"{explain} --hardware a100 --runtime-ngpus 8").splitlines()
+    assert otherwise[1] == "not from the file: 1 unit, a100-80gb"
+    assert any(line.startswith("step ") and " on a100-80gb," in line for line in otherwise)
+    for wrong, words in (
+        ("--set use_zero=1", "error: the plan was chosen for stage 2 of ZeRO\n"),
+        ("--microbatch 4", "error: --microbatch says what to search, and --plan names"),
+        (
+            "--set pas_config.update_freq=3",
+            "error: pas_config.update_freq=3 is not of the plan in the file\n"
+            "  why:   a step of it has 1\n",
+        ),
+    ):
+        assert run(f"{explain} {wrong}", expected=1).startswith(words)
+    # A call from Python has the dummy arguments that it names, and is told of their size alone.
+    entry = zoo.get("mlp")
+    config = ComputeConfig(
+        plan_ngpus=8, runtime_ngpus=16, use_zero=2, pas_config={"load_plan": "plan.json"}
+    )
+    with pytest.raises(PlanError) as caught:
+        parallelize(
+            entry.build(), entry.inputs(), "saved", config, load_module=False, reuse="override"
+        )
+    assert caught.value.what == (
+        "the plan is for microbatches of 32 samples, the dummy arguments have 4"
+    )
+
+
+def test_a_file_that_does_not_say_everything(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run("plan plan_models:make --plan-ngpus 1 --out plan.json")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    explain = "explain plan_models:make --plan plan.json"
+    assert run(f"{explain} --set use_zero=auto", expected=1).startswith(
+        "error: the plan says no stage of ZeRO\n"
+    )
+    written["certificate"]["hardware"] = "laptop"
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    assert run(explain, expected=1).startswith(
+        "error: the plan in plan.json was searched for the machine 'laptop', which is no preset\n"
+    )
+    del written["certificate"]
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    assert run(explain).splitlines()[:2] == [
+        "plan.json is for 1 rank",
+        "not from the file: 1 unit, a100-80gb",
+    ]
+    # How many gradients a step adds up, where the size of a microbatch was not searched.
+    run(
+        "plan plan_models:make --plan-ngpus 1 --set use_end2end=true --set "
+        "pas_config.num_microbatches=4 --out plan.json"
+    )
+    once, added_up = (
+        next(line for line in run(line).splitlines() if line.startswith("step "))
+        for line in (explain, f"{explain} --set pas_config.num_microbatches=4")
+    )
+    assert once != added_up
+
+
+def test_what_a_search_must_be_told(run) -> None:  # type: ignore[no-untyped-def]
+    for line, words in (
+        ("", "error: a search needs --plan-ngpus\n"),
+        ("--plan-ngpus auto --runtime-ngpus 2", "error: --plan-ngpus auto needs --global-batch\n"),
+    ):
+        assert run(f"explain plan_models:make {line}", expected=1).startswith(words)
+    # One word for one thing: a step's samples are those of all ranks.
+    helps = {name: parser.format_help() for name, parser in command_parsers().items()}
+    assert "samples of a step" not in helps["simulate"] and "samples of a step" in helps["plan"]
 
 
 def test_what_cannot_be_answered_or_written_is_refused_before_the_search(

@@ -1,0 +1,132 @@
+"""The file of a plan that a command line names: what the file says is taken where the command line
+says nothing.
+
+Example: ``plan.json`` was searched for two units of 8 H100, with stage 2 of ZeRO and microbatches
+of 32 samples. ``explain my_models:make --plan plan.json`` takes all of that. With ``--hardware
+a100-80gb`` the plan is priced on that machine, and the command says that the file names another.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.compiler.cost.machine.hardware import preset_names
+from shardwright.compiler.plan.plan import Plan
+from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
+from shardwright.policies.policy import read_options
+from shardwright.policies.saved_plan import SavedOptions, read_plan_file
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NamedPlan:
+    """A plan and its file. ``num_ranks``: those of a unit, with the sizes of axes that the command
+    line gives.
+    """
+
+    path: str
+    plan: Plan
+    num_ranks: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, fields: Mapping[str, Any]) -> NamedPlan | None:
+        """The plan of ``--plan``, or the one that policy ``saved`` loads; ``None`` without either.
+
+        Raises :class:`PlanError` for a file that holds no plan, and :class:`ConfigError` for
+        options that policy ``saved`` does not take.
+        """
+        sizes: Mapping[str, int] = {}
+        path = getattr(options, "plan", None)
+        if path is None:
+            pas_config = fields.get("pas_config", {})
+            if options.policy != "saved" or not isinstance(pas_config, Mapping):
+                return None
+            saved = read_options(SavedOptions, pas_config, policy="saved")
+            path, sizes = saved.load_plan, saved.mesh
+        plan = read_plan_file(path)
+        mesh = plan.mesh.of_axes((name, sizes.get(name, size)) for name, size in plan.mesh.axes)
+        return cls(str(path), plan, mesh.size)
+
+    @property
+    def num_units(self) -> int | None:
+        """The units that the plan was searched for; ``None`` if the file does not say."""
+        certificate = self.plan.certificate
+        if certificate is None or certificate.runtime_ngpus is None:
+            return None
+        return certificate.runtime_ngpus // self.plan.mesh.size
+
+    @property
+    def hardware(self) -> str | None:
+        """The machine that the plan was searched for; ``None`` if the file does not say."""
+        return None if self.plan.certificate is None else self.plan.certificate.hardware
+
+    def filled(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config, with those of the plan where they are not given."""
+        given = dict(fields)
+        # The plan's own number of ranks is the best there is of it.
+        if given.get("plan_ngpus") == AUTO:
+            del given["plan_ngpus"]
+        ranks = given.get("plan_ngpus", self.num_ranks)
+        own = {"plan_ngpus": ranks, "runtime_ngpus": ranks * (self.num_units or 1)}
+        # A table of the optimizer says a stage, too.
+        if self.plan.zero_stage is not None and "distributed_optimizer" not in given:
+            own["use_zero"] = self.plan.zero_stage
+        return {**own, **given}
+
+    def machine(self) -> str:
+        """The preset to price the plan on, where the command line names none.
+
+        Raises :class:`ConfigError` if the plan was searched for a machine of a file.
+        """
+        name = self.hardware or HARDWARE
+        if name not in preset_names():
+            raise ConfigError(
+                f"the plan in {self.path} was searched for the machine {name!r}, which is no "
+                "preset",
+                why="a plan names its machine, and not the file that describes it",
+                hint=f"--hardware FILE with that of {name}, or --hardware with a preset",
+            )
+        return name
+
+    def sources(self, config: ComputeConfig, machine: str | None) -> list[str]:
+        """What the file says, and what is not taken from it, a line each. ``machine``: the name of
+        the one that the plan is priced on, ``None`` if it is not priced.
+        """
+        said = [_count(self.num_ranks, "rank")]
+        if self.num_units is not None:
+            said[0] += f" in {_count(self.num_units, 'unit')}"
+        if self.plan.zero_stage is not None:
+            said.append(f"stage {self.plan.zero_stage} of ZeRO")
+        if machine is not None and self.hardware is not None:
+            said.append(self.hardware)
+        if self.plan.batch is not None:
+            said.append(
+                f"{self.plan.batch} samples (the dummy arguments are cut or repeated to that)"
+            )
+        lines = [f"{self.path} is for {', '.join(said)}"]
+        otherwise = [*self._otherwise(config)]
+        if machine is not None and machine != self.hardware:
+            otherwise.append(machine)
+        if otherwise:
+            lines.append(f"not from the file: {', '.join(otherwise)}")
+        return lines
+
+    def _otherwise(self, config: ComputeConfig) -> list[str]:
+        """What of the config is not as in the file, or not in it."""
+        found = []
+        if config.plan_ngpus != self.num_ranks:
+            found.append(_count(config.plan_ngpus, "rank"))
+        if config.num_units != self.num_units:
+            found.append(_count(config.num_units, "unit"))
+        zero = config.use_zero
+        if zero and self.plan.zero_stage is None and not config.leaves_zero_to_plan:
+            found.append(f"stage {config.zero_stage} of ZeRO")
+        return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

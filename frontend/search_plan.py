@@ -102,7 +102,8 @@ class PlanSearch:
         plan = settled(found, self.config, self.hardware, self.variants.imbalance)
         variant = self.variants.chosen(plan)
         named = replace(plan, dims=split_dim_names(variant.graph, plan))
-        plan = certified(named, variant.graph, self.config)
+        count = self.options.microbatches_of_step
+        plan = certified(named, variant.graph, self.config, count)
         return SearchedPlan(plan, inputs_of_plan(self.dummy_args, plan), variant)
 
     def options_for(self, variant: Subsearch) -> AutodistOptions:

@@ -20,9 +20,11 @@ NOT_COVERED = ("certificate", "dims", "notes", "policy", "zero")
 """Parts of a plan that do not decide its cost, as people or the config say them again."""
 
 
-def certified(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
+def certified(plan: Plan, graph: IRGraph, config: ComputeConfig, num_microbatches: int) -> Plan:
     """The plan with its certificate bound to it, and with the stage of ZeRO that it was searched
     for: time and memory are those of that stage. A plan without ZeRO names none, and goes with any.
+
+    ``num_microbatches``: those of the step that is certified, where the plan itself has none.
     """
     assert plan.certificate is not None
     stage = plan.zero_stage
@@ -31,7 +33,14 @@ def certified(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
     ranks = config.runtime_ngpus
     whole = replace(plan, zero_stage=stage)
     digest = certified_digest(whole, graph, config)
-    return replace(whole, certificate=replace(plan.certificate, digest=digest, runtime_ngpus=ranks))
+    own = bool(plan.stages) or plan.batch is not None
+    bound = replace(
+        plan.certificate,
+        digest=digest,
+        runtime_ngpus=ranks,
+        num_microbatches=None if own else num_microbatches,
+    )
+    return replace(whole, certificate=bound)
 
 
 def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:

@@ -119,7 +119,8 @@ class Certificate:
 
     ``proof``: where that comes from and what it leaves out, a sentence each. ``found``: what was
     tried besides, such as other meshes. ``digest``: binds it to the plan (``certified.py``).
-    ``runtime_ngpus``: the ranks of all units; ``None``: the file does not say.
+    ``runtime_ngpus``: the ranks of all units; ``num_microbatches``: how many make up the step, of a
+    plan that has neither stages nor a batch. ``None``: the file does not say.
     """
 
     cost_s: float
@@ -130,6 +131,7 @@ class Certificate:
     found: tuple[str, ...] = ()
     digest: str = ""
     runtime_ngpus: int | None = None
+    num_microbatches: int | None = None
 
     @property
     def gap(self) -> float:

@@ -165,6 +165,7 @@ _CERTIFICATE = {
     **{name: Key(_list(_TEXT), True) for name in ("proof", "found")},
     "digest": Key(_TEXT),
     "runtime_ngpus": Key(_count(1)),
+    "num_microbatches": Key(_count(1)),
 }
 
 KEYS: Mapping[str, Key] = {

@@ -72,7 +72,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     machine, config = on_machine(options, request)
     hardware = load_hardware(machine, config.runtime_ngpus)
     # What is printed as JSON stands alone.
-    for line in request.sources(hardware.name):
+    for line in request.sources(hardware.name, options.microbatches):
         print(line, file=sys.stderr if options.json else sys.stdout)
     imbalance = read_imbalance(options.imbalance, config.plan_ngpus)
     graph = _traced(options, request)
@@ -101,10 +101,14 @@ def run_simulate(options: argparse.Namespace) -> int:
         else OptimizerMemory(named=NamedOptimizer(options.optimizer))
     )
 
+    microbatches = options.microbatches
+    if microbatches is None and request.named is not None:
+        microbatches = request.named.added_up
+
     def cost_of(compiled: Compiled) -> PlanCost:
         return audit(
             compiled.program, compiled.config, hardware,
-            optimizer=optimizer, times=times, num_microbatches=options.microbatches,
+            optimizer=optimizer, times=times, num_microbatches=microbatches,
         )  # fmt: skip
 
     cost = cost_of(compiled)
@@ -124,7 +128,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.html is not None:
         details = Details.of(
             compiled, cost, hardware,
-            optimizer=optimizer, times=times, num_microbatches=options.microbatches,
+            optimizer=optimizer, times=times, num_microbatches=microbatches,
         )  # fmt: skip
         text = page(
             graph.name, compiled.plan, cost, hardware, num_units=config.num_units,

@@ -78,11 +78,13 @@ class ModelRequest:
     config: ComputeConfig
     named: NamedPlan | None = None
 
-    def sources(self, machine: str | None = None) -> list[str]:
+    def sources(self, machine: str | None = None, num_microbatches: int | None = None) -> list[str]:
         """What of the request a file says, and what not, a line each: see
         :meth:`NamedPlan.sources`.
         """
-        return [] if self.named is None else self.named.sources(self.config, machine)
+        if self.named is None:
+            return []
+        return self.named.sources(self.config, machine, num_microbatches)
 
 
 def read_model_request(options: argparse.Namespace) -> ModelRequest:

@@ -60,6 +60,21 @@ class NamedPlan:
         return certificate.runtime_ngpus // self.plan.mesh.size
 
     @property
+    def added_up(self) -> int | None:
+        """The microbatches whose gradients a step adds up, of a plan that was searched for a number
+        of them and holds none itself; ``None`` if the file does not say.
+        """
+        certificate = self.plan.certificate
+        return None if certificate is None else certificate.num_microbatches
+
+    @property
+    def _num_microbatches(self) -> int | None:
+        """The microbatches of a step, wherever the file says them."""
+        if self.plan.batch is not None:
+            return self.plan.batch.num_microbatches
+        return self.plan.num_microbatches if self.plan.stages else self.added_up
+
+    @property
     def hardware(self) -> str | None:
         """The machine that the plan was searched for; ``None`` if the file does not say."""
         return None if self.plan.certificate is None else self.plan.certificate.hardware
@@ -92,9 +107,12 @@ class NamedPlan:
             )
         return name
 
-    def sources(self, config: ComputeConfig, machine: str | None) -> list[str]:
+    def sources(
+        self, config: ComputeConfig, machine: str | None, num_microbatches: int | None
+    ) -> list[str]:
         """What the file says, and what is not taken from it, a line each. ``machine``: the name of
-        the one that the plan is priced on, ``None`` if it is not priced.
+        the one that the plan is priced on, ``None`` if it is not priced. ``num_microbatches``:
+        those of a step, where the command line says them.
         """
         said = [_count(self.num_ranks, "rank")]
         if self.num_units is not None:
@@ -107,10 +125,14 @@ class NamedPlan:
             said.append(
                 f"{self.plan.batch} samples (the dummy arguments are cut or repeated to that)"
             )
+        elif (self.added_up or 1) > 1:
+            said.append(f"{self.added_up} microbatches")
         lines = [f"{self.path} is for {', '.join(said)}"]
         otherwise = [*self._otherwise(config)]
         if machine is not None and machine != self.hardware:
             otherwise.append(machine)
+        if num_microbatches not in (None, self._num_microbatches):
+            otherwise.append(_count(num_microbatches or 1, "microbatch", "microbatches"))
         if otherwise:
             lines.append(f"not from the file: {', '.join(otherwise)}")
         return lines
@@ -128,5 +150,5 @@ class NamedPlan:
         return found
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, one: str, several: str | None = None) -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"

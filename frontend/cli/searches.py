@@ -27,6 +27,7 @@ from shardwright.frontend.cli.model_arguments import (
     read_model_request,
     with_options,
 )
+from shardwright.frontend.cli.named_plans import NamedPlan
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.pictures import Bar, bars
 from shardwright.frontend.report.plan_details import Details, stored_layouts
@@ -71,6 +72,7 @@ def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
     if request.named is not None:
         # One stage of ZeRO, where there may be several to search.
         config = settled_config(request.named.plan, config)
+        config = _with_microbatches(request.named, config)
     sizes, most = None, config.plan_ngpus
     if options.plan_ngpus == AUTO and request.named is None:
         _check_has_batch(options, config)
@@ -98,7 +100,18 @@ def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
     asked = PlanSearch.of(
         request.source.make(), request.dummy_args, config, module_dtype=read_dtype(options.dtype)
     )
-    return asked, request.sources(asked.hardware.name)
+    said = asked.options.num_microbatches or asked.options.update_freq
+    return asked, request.sources(asked.hardware.name, said)
+
+
+def _with_microbatches(named: NamedPlan, config: ComputeConfig) -> ComputeConfig:
+    """The config with as many microbatches in a step as the plan was searched for, if neither the
+    plan nor the command line has a number of its own.
+    """
+    given = config.pas_config.keys() & {"num_microbatches", "pipeline_nmicros", "update_freq"}
+    if named.added_up is None or given:
+        return config
+    return replace(config, pas_config={**config.pas_config, "update_freq": named.added_up})
 
 
 def _check_has_batch(options: argparse.Namespace, config: ComputeConfig) -> None:

@@ -79,7 +79,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     plan = settled(
         search_each(subsearches, options, hardware), config, hardware, subsearches.imbalance
     )
-    plan = certified(plan, subsearches.chosen(plan).graph, config)
+    graph = subsearches.chosen(plan).graph
+    plan = certified(plan, graph, config, options.microbatches_of_step)
     save(options, plan)
     return plan
 
@@ -282,7 +283,7 @@ def _space(
         schedules = [options.schedule]
     return SearchSpace(
         meshes=_meshes(config, options),
-        num_microbatches=options.num_microbatches or options.update_freq or 1,
+        num_microbatches=options.microbatches_of_step,
         num_positions=_num_positions(config, options),
         schedules=schedules,
         chunks=options.chunks,

@@ -141,6 +141,13 @@ class AutodistOptions:
             )
 
     @property
+    def microbatches_of_step(self) -> int:
+        """How many microbatches a step has, as far as options say it: of a pipeline, or of a
+        training loop that adds up gradients.
+        """
+        return self.num_microbatches or self.update_freq or 1
+
+    @property
     def optimizer_memory(self) -> OptimizerMemory:
         """What the optimizer keeps. Raises :class:`ConfigError` if it cannot be told."""
         return (

@@ -34,8 +34,7 @@ def request_of_plan(
 ) -> Request:
     """What questions are asked of: the plan and its audit, in the place of a search's answer."""
     # The samples of a step are the plan's own, if it says how many.
-    accumulated = options.update_freq or options.num_microbatches or 1
-    count = plan.num_microbatches if plan.stages else accumulated
+    count = plan.num_microbatches if plan.stages else options.microbatches_of_step
     if plan.batch is not None:
         count = plan.batch.num_microbatches
     options = replace(options, num_microbatches=count)

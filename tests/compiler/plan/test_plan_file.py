@@ -36,7 +36,7 @@ FULL = Plan(
     ("0F0 0B0",),
     ("up",),
     {"up": {"tp": "ffn"}},
-    Certificate(1.0, 0.5, ("optimal", "of one"), "all", "h100", ("tp=2: 1 s",), "0" * 64, 8),
+    Certificate(1.0, 0.5, ("optimal", "of one"), "all", "h100", ("tp=2: 1 s",), "0" * 64, 8, 4),
     2,
     3,
     Batch(4, 4, {"x": 0}),

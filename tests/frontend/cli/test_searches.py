@@ -315,11 +315,16 @@ def test_a_file_that_does_not_say_everything(run, tmp_path: Path) -> None:  # ty
         "plan plan_models:make --plan-ngpus 1 --set use_end2end=true --set "
         "pas_config.num_microbatches=4 --out plan.json"
     )
-    once, added_up = (
-        next(line for line in run(line).splitlines() if line.startswith("step "))
-        for line in (explain, f"{explain} --set pas_config.num_microbatches=4")
+    simulate = "simulate plan_models:make --policy saved --set pas_config.load_plan=plan.json"
+    shown = [run(line).splitlines() for line in (explain, simulate)]
+    says = "plan.json is for 1 rank in 1 unit, a100-80gb, 4 microbatches"
+    assert [lines[0] for lines in shown] == [says, says]
+    shown.append(run(f"{explain} --set pas_config.num_microbatches=2").splitlines())
+    assert shown[2][1] == "not from the file: 2 microbatches"
+    fours, simulated, twos = (
+        next(line.split(",")[0] for line in lines if line.startswith("step ")) for lines in shown
     )
-    assert once != added_up
+    assert fours == simulated != twos
 
 
 def test_what_a_search_must_be_told(run) -> None:  # type: ignore[no-untyped-def]

@@ -196,15 +196,26 @@ class _Tracer:
         return Subsearches.of(graphs, config, self.options.zero, self.options.imbalance)
 
     def variants_by_unit(self, unit_sizes: Sequence[int]) -> dict[int, Subsearches]:
-        """What is searched for every size of a unit. Sizes of a microbatch that do not fit it are
-        refused there, and searched for others.
+        """What is searched for every size of a unit. Units that cannot share the samples evenly are
+        refused, and sizes of a microbatch where they do not fit, while others are searched.
         """
-        configs = {size: replace(self.config, plan_ngpus=size) for size in unit_sizes}
+        every = {size: replace(self.config, plan_ngpus=size) for size in unit_sizes}
         wanted, total = self.options.microbatch, self.options.global_batch
-        if wanted is None or total is None:
-            return {size: self.variants(config, None) for size, config in configs.items()}
+        if total is None:
+            return {size: self.variants(config, None) for size, config in every.items()}
+        # Without a size that shares them evenly, the first says what is wrong.
+        even = {size: config for size, config in every.items() if not total % config.num_units}
+        configs = even or every
+        found = {
+            size: Subsearches(
+                (), {"all": f"{config.num_units} units cannot share {total} samples evenly"}
+            )
+            for size, config in every.items()
+            if size not in configs
+        }
+        if wanted is None:
+            return found | {size: self.variants(config, None) for size, config in configs.items()}
         fitting = sizes_by_unit(configs, total, wanted)
-        found = {}
         for unit, config in configs.items():
             part = self.variants(config, fitting[unit]) if fitting[unit] else Subsearches((), {})
             why = f"a unit has {total // config.num_units} of the {total} samples of a step"

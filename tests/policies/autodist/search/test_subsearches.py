@@ -475,6 +475,17 @@ def test_sizes_of_a_microbatch_are_left_out_for_units_that_they_do_not_fit() -> 
         )
         for unit, share, size in ((1, 4, 8), (1, 4, 16), (2, 8, 16))
     }
+    # Four units of one rank cannot share two samples; without a size that can, it is an error.
+    few = {"unit_sizes": [1, 2, 4]}
+    with shared_traces("mlp"):
+        found = PlanSearch.of(
+            entry.build(), entry.inputs(), config_of(4, 1, 0, **few, global_batch=2)
+        ).variants
+    assert {v.unit_size for v in found.listed} == {2, 4}
+    assert found.refused == {"units of 1, all": "4 units cannot share 2 samples evenly"}
+    assert refusal(config_of(4, 1, 0, unit_sizes=[1], global_batch=2)).startswith(
+        "a batch of 2 samples cannot be dealt to 4 units\n"
+    )
     assert refusal(config_of(4, 1, 0, **options, microbatch=[4, 5])) == (
         "option 'microbatch' of policy 'autodist' cannot be [4, 5]\n"
         "  why:   a unit has these of the 16 samples of a step: 4 in units of 1, 8 in units of 2, "

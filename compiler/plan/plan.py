@@ -115,12 +115,13 @@ class Batch:
 @dataclass(frozen=True)
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no
-    plan of the ``space`` that was searched takes less than ``bound_s``.
+    plan that the bound ``covers`` takes less than ``bound_s``.
 
-    ``proof``: where that comes from and what it leaves out, a sentence each. ``found``: what was
-    tried besides, such as other meshes. ``digest``: binds it to the plan (``certified.py``).
-    ``runtime_ngpus``: the ranks of all units; ``num_microbatches``: how many make up the step, of a
-    plan that has neither stages nor a batch. ``None``: the file does not say.
+    ``space``: the plan's title, and among what it was chosen there. ``proof``: where the bound
+    comes from and what it leaves out, a sentence each. ``found``: what was tried besides, such as
+    other meshes. ``digest``: binds it to the plan (``certified.py``). ``runtime_ngpus``: the ranks
+    of all units; ``num_microbatches``: how many make up the step, of a plan that has neither stages
+    nor a batch. ``None``: the file does not say.
     """
 
     cost_s: float
@@ -132,11 +133,12 @@ class Certificate:
     digest: str = ""
     runtime_ngpus: int | None = None
     num_microbatches: int | None = None
+    covers: str = "any plan of its space"
 
     @property
     def gap(self) -> float:
-        """How far above the bound the cost is, relative to the cost; 0: proved optimal in its
-        space.
+        """How far above the bound the cost is, relative to the cost; 0: proved optimal among what
+        the bound covers.
         """
         return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
 
@@ -145,7 +147,7 @@ class Certificate:
         """The cost, the bound and what it is of, on one line."""
         cost, bound = (amount(seconds, "s", digits=6) for seconds in (self.cost_s, self.bound_s))
         return (
-            f"{cost} per step on {self.hardware}, at least {bound} in its space (gap "
+            f"{cost} per step on {self.hardware}, at least {bound} for {self.covers} (gap "
             f"{self.gap:.2%}): {self.space}"
         )
 

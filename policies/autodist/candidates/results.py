@@ -144,6 +144,9 @@ class Candidate:
 INTERRUPT = "Ctrl-C"
 """What ended a search that was interrupted from the keyboard."""
 
+NOT_SEARCHED = "not searched"
+"""How the reason begins why nothing is known of something."""
+
 
 @dataclass
 class SearchResult:

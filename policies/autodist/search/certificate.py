@@ -15,7 +15,12 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Certificate
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.meshes import with_pp
-from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
+from shardwright.policies.autodist.candidates.results import (
+    NOT_SEARCHED,
+    Candidate,
+    CutRequest,
+    SearchResult,
+)
 from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.scheduled import ScheduledBound
@@ -202,11 +207,25 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
         _space(result, best),
         hardware.name,
         tuple(_tried(result)),
+        covers=_covers(result),
     )
 
 
+def _covers(result: SearchResult) -> str:
+    """What the bound is of: meshes, and schedules of pipelines on them."""
+    if result.rests_on_arithmetic:
+        return "any plan at all"
+    titles = {candidate.title for candidate in result.tried} | {*result.bounds, *result.unanswered}
+    # What was refused cannot be, or takes longer than others by its own bound.
+    titles |= {title for title, why in result.refused.items() if not why.startswith(NOT_SEARCHED)}
+    has_stages = bool(result.bounded) or any(candidate.plan.stages for candidate in result.tried)
+    meshes = "one mesh" if len(titles) == 1 else f"{len(titles)} meshes"
+    words = f"any plan on {meshes}" + (" and schedules" if has_stages else ", without pipelines")
+    return words if result.interrupted is None else f"{words}, of more that it did not come to"
+
+
 def _space(result: SearchResult, best: Candidate) -> str:
-    """What the bound is of."""
+    """The plan, and among what it was chosen."""
     if result.rests_on_arithmetic:
         return f"{best.title}; {EVERY}"
     if best.is_mixed:

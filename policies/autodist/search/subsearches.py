@@ -27,7 +27,12 @@ from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Batch, Plan
-from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
+from shardwright.policies.autodist.candidates.results import (
+    INTERRUPT,
+    NOT_SEARCHED,
+    Candidate,
+    SearchResult,
+)
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -158,16 +163,17 @@ class Subsearches:
             time.monotonic(),
             SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf),
         )
-        quickest_s = 0.0
+        quickest_s, begun = 0.0, list[Subsearch]()
         for index, subsearch in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)
             # Why it was not begun is told with the other refusals.
             if total.interrupted == INTERRUPT:
-                total.refused[subsearch.title] = "not searched, as the search had ended"
+                total.refused[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
                 continue
             if left <= quickest_s and total.best is not None:
                 total.refused[subsearch.title] = (
-                    f"not searched, as no time was left ({max(left, 0.0):.0f} s)"
+                    f"{NOT_SEARCHED}, as {max(left, 0.0):.0f} s were left, and the quickest search "
+                    f"took {quickest_s:.0f} s"
                 )
                 total.interrupted = _time_over(time_limit_s)
                 continue
@@ -180,9 +186,13 @@ class Subsearches:
                     raise
                 found = SearchResult(interrupted=INTERRUPT)
             _add(total, found, subsearch, time_limit_s)
+            begun.append(subsearch)
             quickest_s = min(quickest_s or math.inf, found.seconds)
         total.seconds = time.monotonic() - began
-        total.searched = _in_words(self.listed)
+        total.searched = _in_words(begun)
+        if len(begun) < len(self.listed):
+            of = f"{len(begun)} of {len(self.listed)} combinations"
+            total.searched += f" ({of}; no time was left for others)"
         return total
 
 

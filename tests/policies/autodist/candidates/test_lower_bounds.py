@@ -179,6 +179,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         "any of them",
     )
     assert stated.space == f"{found.best.title}; every plan of so many ranks"
+    assert stated.covers == "any plan at all"
     assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")
     assert candidate_rows(ended)[0][2] == amount(least, "s")
 

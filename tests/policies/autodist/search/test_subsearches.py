@@ -35,7 +35,7 @@ from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
-from shardwright.policies.autodist.search.certificate import WAITED_FOR
+from shardwright.policies.autodist.search.certificate import WAITED_FOR, certificate
 from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
@@ -348,6 +348,12 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
         and found.interrupted == INTERRUPT
     )
     assert found.refused == {"ZeRO-3": "not searched, as the search had ended"}
+    left = "3 of 4 combinations; no time was left for others"
+    assert found.searched == f"stages 0, 1 and 2 of ZeRO ({left})"
+    stated = certificate(found, found.best, load_hardware("a100-80gb"))
+    # Two were found, each with a mesh of its own and a bound for two stages.
+    covered = "any plan on 4 meshes, without pipelines, of more that it did not come to"
+    assert stated.covers == covered and f"for {covered} (gap" in stated.claim
     with pytest.raises(KeyboardInterrupt):
         variants_of(config_of(1, 2)).search(found_by({0: -1.0}), 60.0)
 

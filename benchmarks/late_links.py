@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ from shardwright.compiler.trace.entry import trace
 from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.frontend.calibrate.calibrate import calibrate
 from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.gathered_weights import WeightGathering, _Use
 
 NUM_RANKS = 2
@@ -436,7 +438,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = arguments.hardware or f"{folder}/machine.json"
         if not arguments.hardware:
-            Path(file).write_text(json.dumps(calibrate("cpu", NUM_RANKS).to_json()))
+            try:
+                Path(file).write_text(json.dumps(calibrate("cpu", NUM_RANKS).to_json()))
+            except ConfigError as error:
+                # Its hint names options of the command ``shardwright calibrate``.
+                sys.exit(
+                    f"error: {error.what}\n  why:   {error.why}\n  try:   again when nothing else "
+                    "runs here, or --hardware FILE that `shardwright calibrate` has written"
+                )
         options = {
             "model": arguments.model,
             "pairs": arguments.pairs,

@@ -28,7 +28,7 @@ from shardwright.policies.autodist.stages.scheduled import ScheduledBound
 ROUNDS = 8
 """How many rounds of a game are played before it is looked again which bound is the least."""
 
-OF_SEARCH = 0.25
+OF_SEARCH = 0.5
 """The share of the time a search has taken that its bounds may take in any case, if the limit has
 it.
 """
@@ -106,7 +106,7 @@ def raise_bounds(state: SearchState) -> None:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
-    # A quarter of what the search has taken, or the share of its first two minutes.
+    # Half of what the search has taken, or the share of its first two minutes.
     clock, share = state.clock, BOUNDS_SHARES[1]
     most_s = min(share * clock.limit_s, max(share * clock.steady_s, OF_SEARCH * clock.seconds))
     until_s = clock.seconds + min(clock.left_s, most_s)

@@ -659,7 +659,7 @@ def test_a_simple_plan_is_bounded_by_what_the_search_cut_in_its_place(
         (10.0, 0.0, 0.0),
         (120.0, 0.0, 24.0),
         (300.0, 0.0, 24.0),
-        (300.0, 120.0, 30.0),
+        (300.0, 100.0, 50.0),
         (1000.0, 0.0, 80.0),
     ],
 )
@@ -667,7 +667,7 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     limit_s: float, passed_s: float, took_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least bound is raised first, in a share of the limit, or of the first two minutes of a
-    longer one, or a quarter of what the search took. Where it takes no time, it ends with the game.
+    longer one, or half of what the search took. Where it takes no time, it ends with the game.
     """
     asked: list[tuple[str, bool, bool]] = []
     clock = Passing(limit_s)

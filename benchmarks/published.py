@@ -233,9 +233,6 @@ class Programs:
                     self._programs[key] = program_of(row, depth)
                 except ShardwrightError as error:
                     self._programs[key] = error
-                except Exception as error:  # of transformers, about sizes that fit no model
-                    what = f"the model or its plan cannot be built: {error or type(error).__name__}"
-                    self._programs[key] = ConfigError(what)
             program = self._programs[key]
             if isinstance(program, ShardwrightError):
                 raise program

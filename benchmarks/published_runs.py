@@ -31,6 +31,7 @@ from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.entry import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, ShardwrightError
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,16 @@ def graph_of(model: str, sizes: Sizes, samples: int) -> PlannableGraph:
     inputs: dict[str, object] = {"input_ids": tokens, "labels": tokens}
     if family.layers.startswith("model."):
         inputs["use_cache"] = False
-    with one_rotary_kernel():
-        graph = annotate(trace(on_meta(family, sizes), inputs), pass_manager())
+    try:
+        with one_rotary_kernel():
+            traced = trace(on_meta(family, sizes), inputs)
+    except ShardwrightError:
+        raise
+    except Exception as error:  # of transformers or torch, about sizes that fit no model
+        raise ConfigError(
+            f"the model cannot be built or run: {error or type(error).__name__}"
+        ) from error
+    graph = annotate(traced, pass_manager())
     return PlannableGraph.of(with_imbalance(graph, 1.0))
 
 

@@ -178,15 +178,15 @@ def test_what_a_table_has_besides_is_said(
     others = [",".join((line | {"id": "one", "ep": "3"}).values()), "GPT 1B,H100"]
     table.write_text("\n".join([",".join(line), ",".join(line.values()), *others]))
 
-    def unbuilt(row: object, depth: int | None) -> None:
+    def unbuilt(*args: object) -> None:
         raise ValueError("no such model")
 
-    monkeypatch.setattr(script, "program_of", unbuilt)
+    monkeypatch.setattr("published_runs.on_meta", unbuilt)
     monkeypatch.setattr("sys.argv", ["published.py", str(table)])
     script.main()
     said = " ".join(capsys.readouterr().out.split())
     assert "columns that are not read: recomputation (did you mean 'recompute'?)" in said
-    assert "the model or its plan cannot be built: no such model ([/b])" in said
+    assert "the model cannot be built or run: no such model ([/b])" in said
     assert "the line has 14 cells for 13 columns (one)" in said
     assert "the line has 2 cells for 13 columns (other 3)" in said
 

@@ -57,7 +57,8 @@ def routed_experts(
     rows = rows * gains.unsqueeze(-1)
     # Weights in float32 make rows of float32. These are summed so, and sent in the model's dtype.
     narrow = x.dtype if x.dtype.itemsize < rows.dtype.itemsize else None
-    return combine(rows, routing, dtype=narrow).to(x.dtype)
+    y = combine(rows, routing, dtype=narrow)
+    return y.to(x.dtype)
 
 
 def _product(module: Any, name: str, rows: Tensor, routing: Tensor, *, autocast: bool) -> Tensor:

@@ -12,12 +12,11 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.ir.op import Arg, IROp, map_leaves, once
+from shardwright.compiler.ir.op import IROp, call_form, once
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
@@ -158,24 +157,7 @@ def signature(op: IROp) -> Hashable:
     the form of the rule, which gradients are added to others.
     """
     assert op.rule is not None, f"{op.name} has no rule"
-    return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form, op.summed
-
-
-def _described(op: IROp) -> tuple[Hashable, ...]:
-    """The arguments without the names of values."""
-
-    def described(value: IRValue) -> Hashable:
-        return tuple(map(str, value.shape)), value.dtype, value.requires_grad, value.takes_gradient
-
-    def leaf(arg: Arg) -> Any:
-        return described(arg) if isinstance(arg, IRValue) else arg
-
-    # Tensors one by one, which are most arguments; others as texts, as slices are no keys.
-    arguments = [
-        (name, described(value) if type(value) is IRValue else repr(map_leaves(value, leaf)))
-        for name, value in op.args
-    ]
-    return (*arguments, *map(described, op.results))
+    return *call_form(op), op.rule.form, op.summed
 
 
 def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ An argument is an :class:`IRValue`, a literal (number, string, bool, ``None``, d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from operator import is_
@@ -259,3 +259,24 @@ def map_leaves(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
         sizes = tuple((name, function(size)) for name, size in arg.sizes)
         return RankDraw(function(arg.name), arg.axes, arg.layout, sizes)
     return WhenTraining(map_leaves(arg.train, function), map_leaves(arg.eval, function))
+
+
+@once
+def call_form(op: IROp) -> tuple[Hashable, ...]:
+    """What is equal of calls that differ in the names of their values alone: those of all layers of
+    one kind.
+    """
+
+    def described(value: IRValue) -> Hashable:
+        return tuple(map(str, value.shape)), value.dtype, value.requires_grad, value.takes_gradient
+
+    def leaf(arg: Arg) -> Any:
+        return described(arg) if isinstance(arg, IRValue) else arg
+
+    # Tensors one by one, which are most arguments; others as texts, as slices are no keys.
+    arguments = [
+        (name, described(value) if type(value) is IRValue else repr(map_leaves(value, leaf)))
+        for name, value in op.args
+    ]
+    results = map(described, op.results)
+    return op.target, (*arguments, *results), op.autocast, op.grad_enabled

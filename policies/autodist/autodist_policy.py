@@ -46,6 +46,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError, on_lines
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.swap import check_target, write_file
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -257,6 +258,11 @@ def options_of(
     return replace(chosen, **{name: subsearch.batch.num_microbatches})  # type: ignore[arg-type]
 
 
+NEAR, NEAR_BESIDE = 1.03, 1.1
+"""How many times the best step a candidate may be predicted to take, to be audited still: audits
+take what was predicted, but where stages differ, or where collectives run beside passes.
+"""
+
 LAYERS_WORTH = 0.002
 """The share of a step that may be lost for stages that begin between layers: a file with whole
 layers is easier to read.
@@ -296,10 +302,20 @@ def _space(
         simple=True,
         zigzag=options.zigzag,
         pieces=options.loss_pieces,
+        near=_near(config, options),
         tolerance=LAYERS_WORTH,
         constraints=lambda mesh: constraints_on(mesh, graph, options),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),
     )
+
+
+def _near(config: ComputeConfig, options: AutodistOptions) -> float:
+    """How many times the best step is worth an audit. A plan may be as much slower and the answer,
+    if it is simpler.
+    """
+    settings = ReductionSettings.of(config, config.num_units)
+    is_beside = settings.asynchronous or settings.overlaps_parameters
+    return max(NEAR_BESIDE if is_beside else NEAR, 1 + options.simpler_within)
 
 
 def _num_positions(config: ComputeConfig, options: AutodistOptions) -> int | None:

@@ -3,7 +3,7 @@
 Example: three candidates are predicted to take 2.0, 2.1 and 2.9 s. The first is audited at 2.05 s
 and needs 82 GB of the 80 GB there are. It is cut again for 2.1 GB less, which gives a fourth
 candidate of 2.08 s. That and the second one are audited; the third is predicted to take more than
-1.1 times the best, so it stays as it is predicted.
+1.03 times the best, so it stays as it is predicted.
 """
 
 from __future__ import annotations

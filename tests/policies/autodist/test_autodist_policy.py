@@ -642,3 +642,16 @@ def test_schedules_that_put_weights_off_are_searched_unless_sums_hide_them(overl
     machine = load_hardware("a100-80gb", num_devices=4)
     space = autodist_policy._space(plans.zoo_graph("gpt2"), config, options, machine)
     assert ("zb_h1" in space.schedules) is not overlaps and "1f1b" in space.schedules
+
+
+def test_plans_are_audited_that_may_be_the_answer_by_what_is_predicted() -> None:
+    graph, machine = plans.zoo_graph("gpt2"), load_hardware("a100-80gb", num_devices=4)
+
+    def near(simpler_within: float, **config: bool) -> float:
+        asked = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, **config)  # type: ignore[arg-type]
+        options = AutodistOptions(simpler_within=simpler_within)
+        return autodist_policy._space(graph, asked, options, machine).near
+
+    assert near(0.02) == 1.03
+    assert near(0.05) == 1.05  # a simpler plan may take as much longer
+    assert near(0.02, use_async_reducer=True) == 1.1  # predictions leave out what that hides

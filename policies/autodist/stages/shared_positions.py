@@ -38,7 +38,10 @@ class Positions:
         self._stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         self._moments = held_together(schedule)
         self._empty = Frontier.empty()
-        self._grown: dict[tuple[int, tuple[Again, ...]], Frontier] = {}
+        self._grown: dict[tuple[int, int], Frontier] = {}  # by frontier and kind of a block
+        self._kinds: dict[tuple[Again, ...], int] = {}
+        self._again: list[tuple[Again, ...]] = []  # by kind
+        self._kind_of: dict[tuple[int, int, int], int] = {}  # by placement, block and count
         self._known: dict[
             tuple[int, tuple[tuple[int, int, int], ...]], tuple[list[Ways], float] | None
         ] = {}
@@ -117,26 +120,42 @@ class Positions:
         lacking = self._used(stages, [()] * len(stages), moment) - self.memory_bytes
         if lacking <= 0:
             return [()] * len(stages)
-        frontier, blocks = self._empty, []
-        # A knapsack over all blocks of the position: in ``count`` microbatches each saves as much.
-        for number, (stage, count) in enumerate(zip(stages, moment, strict=True)):
-            for block in range(stage.start, stage.stop):
-                blocks.append((number, block))
-                again = self.tables[stage.placement].blocks[block].again
-                frontier = self._with_block(
-                    frontier, tuple(Again(way.time_s, count * way.saved_bytes) for way in again)
-                )
+        blocks = [
+            (self._kind(stage.placement, block, count), number, block)
+            for number, (stage, count) in enumerate(zip(stages, moment, strict=True))
+            for block in range(stage.start, stage.stop)
+        ]
+        # A knapsack over all blocks of the position. Their order is free: those alike stand
+        # together, so that cuts which differ in few blocks begin with the same frontiers.
+        blocks.sort()
+        frontier = self._empty
+        for kind, _, _ in blocks:
+            frontier = self._with_block(frontier, kind)
         if frontier.cost_of(lacking) == float("inf"):
             return None
         found: list[list[tuple[int, int]]] = [[] for _ in stages]
         for index, way in frontier.chosen(lacking):
-            number, block = blocks[index]
+            _, number, block = blocks[index]
             found[number].append((block, way))
-        return [tuple(ways) for ways in found]
+        return [tuple(sorted(ways)) for ways in found]
 
-    def _with_block(self, frontier: Frontier, again: tuple[Again, ...]) -> Frontier:
-        """Blocks alike share theirs."""
-        key = id(frontier), again
+    def _kind(self, placement: int, block: int, count: int) -> int:
+        """The number of the ways to compute a block again, if that is saved in ``count``
+        microbatches; those of blocks alike are one.
+        """
+        key = placement, block, count
+        if key not in self._kind_of:
+            ways = self.tables[placement].blocks[block].again
+            again = tuple(Again(way.time_s, count * way.saved_bytes) for way in ways)
+            if again not in self._kinds:
+                self._kinds[again] = len(self._again)
+                self._again.append(again)
+            self._kind_of[key] = self._kinds[again]
+        return self._kind_of[key]
+
+    def _with_block(self, frontier: Frontier, kind: int) -> Frontier:
+        """The frontier with one more block of a kind."""
+        key = id(frontier), kind
         if key not in self._grown:
-            self._grown[key] = frontier.with_block(again)
+            self._grown[key] = frontier.with_block(self._again[kind])
         return self._grown[key]

@@ -125,3 +125,27 @@ def test_a_stage_may_take_more_than_an_even_share() -> None:
     )
     assert Positions([tables], schedule, peak).fitted(stages) == (tuple(stages), peak)
     assert Positions([tables], schedule, peak - 1.0).fitted(stages) is None
+
+
+def test_layers_of_two_kinds_in_turn_are_chosen_as_if_those_alike_stood_together() -> None:
+    rng = random.Random(2)
+    kinds = []
+    for _ in range(2):
+        kept = rng.uniform(5e9, 8e9)
+        ways = tuple(
+            Again(rng.uniform(0.2, 0.4) * part, kept * part * rng.uniform(0.8, 1.0))
+            for part in (0.3, 0.5, 0.9)
+        )
+        kinds.append(Block(1.0, 2.0, 0.0, 2e9, kept, ways))
+    schedule = generate("1f1b_interleaved", 4, 24, 4)
+    stages = [Stage(start, start + 8, 1) for start in range(0, 8 * schedule.num_stages, 8)]
+    found = []
+    # The stages have four layers of each kind, in turn or not.
+    for own in ([0, 1] * 4, [0] * 4 + [1] * 4):
+        blocks = [kinds[kind] for kind in own * schedule.num_stages]
+        tables = StageCosts(PlacedBlocks(1, blocks), 24, False)
+        memory = 1.3 * Positions([tables], schedule, 0.0).least_bytes(stages)
+        fitted = Positions([tables], schedule, memory).fitted(stages)
+        assert fitted is not None and fitted[1] <= memory
+        found.append(seconds(tables, choice_of(fitted[0], len(blocks))))
+    assert found[0] == pytest.approx(found[1], rel=1e-12) and found[0] > 0

@@ -384,13 +384,13 @@ def pairs_of_plans(rows: Sequence[Row], seconds: Sequence[float]) -> list[tuple[
     found = []
     pairs = itertools.combinations(zip(rows, seconds, strict=True), 2)
     for (row, step_s), (other, other_s) in pairs:
-        if _same_work(row) == _same_work(other):
+        if same_work(row) == same_work(other):
             right = (step_s < other_s) == (row.iter_s < other.iter_s)
             found.append((max(step_s, other_s) / min(step_s, other_s) - 1, right))
     return found
 
 
-def _same_work(row: Row) -> tuple[object, ...]:
+def same_work(row: Row) -> tuple[object, ...]:
     """What two plans have in common that a planner would choose between. How tp pads a vocabulary
     and which kernels it allows is part of the plan.
     """

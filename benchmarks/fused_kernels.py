@@ -8,8 +8,7 @@ puts gates and norms into a model of transformers, :func:`one_rotary_kernel` is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,11 +37,14 @@ def weighted_swiglu(gate: Tensor, up: Tensor, gains: Tensor) -> Tensor:
     return (F.silu(gate) * up * gains.unsqueeze(-1)).to(gate.dtype)
 
 
-@shardwright.register_op("r (i pair=2^) -> r i")
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """What GPT-OSS has between the products of its experts; gate and up lie in turns: [R, 2 I]."""
-    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(gate * alpha)
+@shardwright.register_op("r (pair=2^ i), r -> r i", linear=["gains"])
+def weighted_quick_geglu(gate_up: Tensor, gains: Tensor) -> Tensor:
+    """``gate * sigmoid(1.702 gate) * (up + 1) * gains``, in the dtype of the gate, for rows
+    ``[R, 2 I]`` of experts, gates first, with ``gains`` [R].
+    """
+    gate, up = gate_up.chunk(2, -1)
+    gated = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return (gated * gains.unsqueeze(-1)).to(gate_up.dtype)
 
 
 def _rotary_dims(x: Any, cos: Any, sin: Any) -> str:
@@ -115,6 +117,44 @@ class GatedExperts(nn.Module):
         return combine(grouped_linear(rows, self.down_proj, routing), routing)
 
 
+class BiasedExperts(nn.Module):
+    """Experts of GPT-OSS as Megatron has them (``megatron/core/transformer/moe/experts.py``,
+    ``TEGroupedMLP``). Both halves are clamped and joined by kernels of their own, the gate
+    multiplies each row by the weight of its choice, and the last bias, times that weight, is added
+    and the rows of all experts are joined by one kernel each. Its dispatcher sends a token once for
+    each choice (``moe_token_dispatcher_type`` of ``GPTOSSProvider`` in Megatron-Bridge), so tokens
+    are repeated here.
+
+    Gates come first, where transformers has gate and up in turns; that changes no kernel.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.num_experts: int = experts.num_experts
+        self.limit: float = experts.limit
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.gate_up_proj_bias = experts.gate_up_proj_bias
+        self.down_proj_bias = experts.down_proj_bias
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens, top_k = chosen.shape
+        repeated = x.unsqueeze(1).expand(tokens, top_k, -1).reshape(tokens * top_k, -1)
+        rows, gains, routing = dispatch(
+            repeated, chosen.view(-1, 1), weights.view(-1, 1), num_experts=self.num_experts
+        )
+        gate_up = grouped_linear(
+            rows, self.gate_up_proj, routing, self.gate_up_proj_bias, transposed=True
+        )
+        gate, up = gate_up.chunk(2, -1)
+        gate_up = torch.cat((gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)), -1)
+        rows = weighted_quick_geglu(gate_up, gains)
+        rows = grouped_linear(rows, self.down_proj, routing, transposed=True)
+        # The bias of a row's expert times the weight of its choice.
+        biases = grouped_linear(gains.unsqueeze(-1), self.down_proj_bias.unsqueeze(-1), routing)
+        rows = (rows + biases).clone()
+        return combine(rows, routing).view(tokens, top_k, -1).sum(1)
+
+
 def with_fused_kernels(model: nn.Module) -> nn.Module:
     """The model with gates in one kernel, and torch's RMS norms, of which each is one, where it had
     its own.
@@ -127,10 +167,16 @@ def with_fused_kernels(model: nn.Module) -> nn.Module:
             assert isinstance(weight, Tensor) and isinstance(eps, float)
             norm = nn.RMSNorm(tuple(weight.shape), eps, device=weight.device, dtype=weight.dtype)
             setattr(model.get_submodule(parent), own, norm)
-        elif kind in ("LlamaMLP", "DeepseekV3MLP"):
-            setattr(model.get_submodule(parent), own, GatedMLP(module))
-        elif kind in ("Qwen3MoeExperts", "DeepseekV3Experts"):
-            setattr(model.get_submodule(parent), own, GatedExperts(module))
-        elif kind == "GptOssExperts":
-            module._apply_gate = partial(clamped_swiglu, alpha=module.alpha, limit=module.limit)
+        elif kind in REPLACED:
+            setattr(model.get_submodule(parent), own, REPLACED[kind](module))
     return model
+
+
+REPLACED: dict[str, Callable[[Any], nn.Module]] = {
+    "LlamaMLP": GatedMLP,
+    "DeepseekV3MLP": GatedMLP,
+    "Qwen3MoeExperts": GatedExperts,
+    "DeepseekV3Experts": GatedExperts,
+    "GptOssExperts": BiasedExperts,
+}
+"""What stands in the place of modules of transformers, by the names of their classes."""

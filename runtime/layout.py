@@ -56,12 +56,14 @@ class Density:
     the values at hand say.
 
     ``share``: the part of all pairs that is chosen, ``top_k / num_experts``. ``imbalance``: how
-    many times its even share the busiest rank is assumed to get where experts are cut.
+    many times its even share the busiest rank is assumed to get where experts are cut. ``groups``:
+    of how many equal groups of experts a token has chosen how many, before it chose experts there.
     """
 
     dims: int
     share: float
     imbalance: float
+    groups: tuple[int, int] = (1, 1)
 
     def rows(self, pairs: float, num_ranks: int) -> float:
         """The rows that the busiest rank is assumed to hold, of so many local pairs, where

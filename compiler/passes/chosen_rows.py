@@ -16,6 +16,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp, leaves
 from shardwright.compiler.ops.rule import Densities, FactorKind, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
+from shardwright.compiler.passes.expert_groups import groups_of
 from shardwright.compiler.plan.imbalance import Imbalance, of_layer
 from shardwright.runtime.errors import PlanError, TraceError, did_you_mean
 from shardwright.runtime.layout import Density
@@ -40,7 +41,11 @@ def follow_chosen_rows(graph: IRGraph) -> IRGraph:
     known: dict[str, Density] = {}
     rules: KnownRules = {}
     ops = []
+    makers: dict[str, IROp] = {}
     for op in graph.ops:
+        makers |= {value.name: op for value in op.results}
+        if op.target == "dispatch":
+            op = _in_groups(op, makers, rules)
         assert op.rule is not None, f"{op.name} has no rule"
         if any(value.name in known for value in op.operands):
             operands = tuple(known.get(value.name) for value in op.operands)
@@ -50,6 +55,18 @@ def follow_chosen_rows(graph: IRGraph) -> IRGraph:
             stored = zip(op.results, op.rule.densities[1], strict=True)
             known |= {value.name: density for value, density in stored if density is not None}
     return graph.with_ops(tuple(ops)) if known else graph
+
+
+def _in_groups(op: IROp, makers: Mapping[str, IROp], rules: KnownRules) -> IROp:
+    """A dispatch that is told of how many groups of experts its tokens have chosen how many."""
+    groups = groups_of(op.arg("chosen"), op.arg("num_experts"), makers)
+    rule = op.rule
+    assert rule is not None and rule.densities is not None
+    stored = next(density for density in rule.densities[1] if density is not None)
+    if groups == stored.groups:
+        return op
+    densities = _chosen(rule.densities, replace(stored, groups=groups))
+    return op.changed(rule=_with_rows(rule, densities, rules))
 
 
 def stored_shares(graph: IRGraph) -> dict[str, float]:

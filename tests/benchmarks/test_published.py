@@ -340,6 +340,28 @@ def test_fused_kernels_compute_what_models_do(script: ModuleType) -> None:
         assert module.apply_rotary_pos_emb is not fused._rotated
 
 
+def test_experts_with_biases_compute_what_those_of_transformers_do(script: ModuleType) -> None:
+    """Experts of GPT-OSS as Megatron has them, whose gates come first."""
+    fused = importlib.import_module("fused_kernels")
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=6, intermediate_size=5, num_local_experts=4)
+    experts = GptOssExperts(config).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=4)  # some are clamped
+    x, weights = torch.randn(7, 6, dtype=torch.double), torch.rand(7, 2, dtype=torch.double)
+    chosen = torch.rand(7, 4).topk(2).indices
+    expected = experts(x, chosen, weights)
+    ours = fused.BiasedExperts(experts)
+    halves = [*range(0, 10, 2), *range(1, 10, 2)]
+    with torch.no_grad():
+        for weight in (ours.gate_up_proj, ours.gate_up_proj_bias):
+            weight.copy_(weight[..., halves])
+    torch.testing.assert_close(ours(x, chosen, weights), expected)
+
+
 def test_no_study_is_fitted_on_more_than_a_tenth(script: ModuleType) -> None:
     rows = rows_of(script).values()
     for study, machine in script.load_machines().items():

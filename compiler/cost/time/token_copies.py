@@ -23,6 +23,8 @@ and ``r`` is 3.1 MB. A dispatch copies 6.3 MB here, and 7.9 MB for the message.
 
 from __future__ import annotations
 
+import math
+
 from shardwright.compiler.cost.local_calls import LocalCall, estimated_size
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.call_times import OpTime
@@ -70,11 +72,37 @@ def sent_tokens(call: LocalCall, num_ranks: int, before: int) -> float:
     second to 0.44 of 4.
     """
     tokens, _ = (call.operands[0] if call.op.target == "dispatch" else call.results[0]).shape
-    # The part of all ranks that a token is on in the end, if it chooses evenly.
-    reached = before * num_ranks
-    asked = 1 - (1 - 1 / reached) ** chosen_by_token(call)
-    part: float = min(1.0, asked * density_of(call).imbalance)
-    return tokens * reached * part
+    # Of all ranks that a token may be on in the end.
+    reached, density = before * num_ranks, density_of(call)
+    part = asked(reached, chosen_by_token(call), density.groups)
+    return tokens * reached * min(1.0, part * density.imbalance)
+
+
+def asked(num_parts: int, choices: float, groups: tuple[int, int]) -> float:
+    """How likely a token has chosen an expert of one of so many equal parts of all experts, if it
+    chooses evenly: first some of all ``groups`` of experts, and then experts there.
+
+    A group is several parts, or a part several groups. Where neither is so, as with 3 parts and 8
+    groups, groups are taken not to count, which tells more than there is.
+
+    8 experts in 4 of 8 groups: one of 8 parts is asked by 45 % of all tokens; without groups, 66 %.
+    """
+    of_all, chosen = groups
+    if num_parts % of_all and of_all % num_parts:
+        of_all = chosen = 1
+    if num_parts >= of_all:
+        missed: float = (1 - of_all / (chosen * num_parts)) ** choices
+        return chosen / of_all * (1 - missed)
+    here = of_all // num_parts  # groups of a part; of these a token has chosen ``count``
+    ways = ((count, math.comb(here, count)) for count in range(1, min(here, chosen) + 1))
+    shares: float = sum(
+        these
+        * math.comb(of_all - here, chosen - count)
+        / math.comb(of_all, chosen)
+        * (1 - (1 - count / chosen) ** choices)
+        for count, these in ways
+    )
+    return shares
 
 
 def bytes_copied_here(call: LocalCall, differentiated: bool) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwright.compiler.cost.machine.hardware import Tier, load_hardware
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.operator_traffic import VIEWS, call_bytes
-from shardwright.compiler.cost.time.token_copies import LAUNCHES
+from shardwright.compiler.cost.time.token_copies import LAUNCHES, asked
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.entry import trace
@@ -122,3 +123,20 @@ def test_each_is_made_of_as_many_operators_as_it_says(target: str) -> None:
         torch.autograd.grad(made, inputs, ones)
     expected = LAUNCHES[target]
     assert abs(forward.count - expected[0]) <= 2 and abs(backward.count - expected[1]) <= 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4, 8])
+def test_tokens_that_choose_groups_first_go_to_fewer_ranks(num_parts: int) -> None:
+    """8 experts in 4 groups: all ways to choose 2 groups, and then 3 times an expert there."""
+    ways, hits = 0, 0
+    for chosen in itertools.combinations(range(4), 2):
+        experts = [expert for expert in range(8) if expert // 2 in chosen]
+        for choice in itertools.product(experts, repeat=3):
+            ways += num_parts
+            hits += len({expert * num_parts // 8 for expert in choice})
+    assert asked(num_parts, 3, (4, 2)) == pytest.approx(hits / ways)
+    assert asked(num_parts, 3, (4, 4)) == pytest.approx(asked(num_parts, 3, (1, 1)))
+
+
+def test_groups_that_parts_do_not_fit_do_not_count() -> None:
+    assert asked(3, 3, (4, 2)) == asked(3, 3, (1, 1)) == pytest.approx(19 / 27)

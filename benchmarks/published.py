@@ -2,7 +2,7 @@
 
     python benchmarks/published.py                      # the tables in benchmarks/published
     python benchmarks/published.py OTHER.csv --rows     # any table of the same columns, row by row
-    python benchmarks/published.py OTHER.csv --presets  # nothing fitted, whatever the study
+    python benchmarks/published.py OTHER.csv --presets  # presets alone, whatever the study
     python benchmarks/published.py --fit                # the constants of all studies again
     python benchmarks/published.py --pictures docs/validation
 
@@ -13,7 +13,8 @@ their programs.
 
 A study is what one source measured on one kind of device. Its constants lie in
 ``published/machines.json``, with the rows on which they were fitted: every so many rows of the
-table, at most a tenth. All other rows are predicted, and only these count in the summary.
+table, at most a tenth. All other rows are predicted, and only these count in the summary. A study
+of less than ten rows is priced by the preset, and by what is believed of a host.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from published_pictures import write_picture
 from published_runs import (
+    LATER_MEGATRON,
     Row,
     depths_of,
     hardware_of,
@@ -174,6 +176,7 @@ def _machine(
     if "launch_us" in constants:
         changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
         changed["queue_stops"] = study.startswith(TIMED)
+        changed["experts_one_by_one"] = study.startswith(LATER_MEGATRON)
     *inner, network = hardware.tiers
     network = replace(network, uplink_bytes_per_s=NODES.get(study))
     if study.startswith("vTrain"):
@@ -457,9 +460,15 @@ MOST_FITTED = 48
 """The most rows of a study on which its constants are fitted."""
 
 
+HOST = Machine({name: BELIEF.constants[name] for name in ("launch_us", "step_ms")})
+"""What a study has that is fitted on no row: what is believed of its host, of which presets say
+nothing.
+"""
+
+
 def machine_of(study: str, machines: Mapping[str, Machine]) -> Machine:
-    """The constants of a study; a study without any is priced by the preset alone."""
-    return machines.get(study, Machine({}))
+    """The constants of a study; of one that is not fitted those of a host."""
+    return machines.get(study, HOST)
 
 
 def sorted_out(
@@ -511,7 +520,7 @@ def report(
             study,
             *score.cells,
             over,
-            f"{constants} (on {len(machine.fitted_on)} rows)" if constants else "nothing",
+            f"{constants} (on {len(machine.fitted_on)} rows)" if constants else "preset alone",
         )
         if each:
             console.print(_rows_table(study, rows, found, peaks, machine))
@@ -602,8 +611,8 @@ def run(arguments: argparse.Namespace) -> None:
             hint="leave out --study, or give a part of one of these names",
         )
     programs, console = Programs(), Console(width=160, markup=False)
-    machines = {} if arguments.presets else load_machines()
     studies, refused = sorted_out(rows, programs)
+    machines = dict.fromkeys(studies, Machine({})) if arguments.presets else load_machines()
     if arguments.fit:
         fitted = refit(studies, programs)
         save_machines(fitted)

@@ -85,6 +85,8 @@ class Device:
       it has been launched and all before it have ended.
     - ``queue_stops``: whether the host waits, at the end of each forward, until the device is done:
       for a clock or a loss that it reads there. Then none of the backward has been launched.
+    - ``experts_one_by_one``: whether products of experts are launched one for each expert, and not
+      one for all of them: where there is no kernel for all.
 
     - ``overlap``: the part of a message that costs no time while the device computes at least as
       long; 1: all of it.
@@ -115,6 +117,7 @@ class Device:
     unaligned_efficiency: float = 1.0
     queue_s: Both = (0.0, 0.0)
     queue_stops: bool = False
+    experts_one_by_one: bool = False
     overlap: float = 1.0
     host_s: Both = (0.0, 0.0)
     fetch_bytes_per_s: float | None = None
@@ -216,6 +219,7 @@ def read_device(fields: Fields) -> Device:
         unaligned_efficiency=_read_part(fields, "unaligned_efficiency"),
         queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
         queue_stops=_read_flag(fields, "queue_stops"),
+        experts_one_by_one=_read_flag(fields, "experts_one_by_one"),
         overlap=_read_part(fields, "overlap", zero=True),
         host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
@@ -390,6 +394,7 @@ def device_json(device: Device) -> dict[str, Any]:
         ),
         **({"queue_s": list(device.queue_s)} if any(device.queue_s) else {}),
         **({"queue_stops": True} if device.queue_stops else {}),
+        **({"experts_one_by_one": True} if device.experts_one_by_one else {}),
         **({"overlap": device.overlap} if device.overlap != 1 else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),
         **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),

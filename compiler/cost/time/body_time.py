@@ -182,7 +182,7 @@ def _launched_s(
             # four tensor-parallel ranks as on one.
             there, back = 0, 0
         elif isinstance(item, Compute):
-            there, back = launches(item.original, item.assignment, mesh)
+            there, back = launches(item.original, item.assignment, mesh, device)
             back += _summing_kernels(item.original)
         forward = (queue_s[0] * there * (time.forward_s > 0), time.forward_s)
         forwards.append(forward)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 
-from shardwright.compiler.cost.local_calls import LocalCall, estimated_size
+from shardwright.compiler.cost.local_calls import LocalCall, estimated_size, local_call
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.ir.op import IROp
@@ -59,7 +59,8 @@ def _experts(call: LocalCall) -> str:
     """The name of the factor of experts: the dim of the routing."""
     rule = call.op.rule
     assert rule is not None
-    routing = rule.results[-1] if call.op.target == "dispatch" else rule.operands[-1]
+    position = {"dispatch": -1, "grouped_linear": 2, "combine": 1}[call.op.target]
+    routing = (rule.results if call.op.target == "dispatch" else rule.operands)[position]
     (experts,) = routing[0]
     return experts.factor
 
@@ -129,8 +130,14 @@ LAUNCHES_OF_EXCHANGE = {"dispatch": (32, 9), "combine": (5, 3)}
 """The same, where tokens are exchanged."""
 
 
-def launches(op: IROp, assignment: Assignment, mesh: Mesh) -> tuple[int, int]:
-    """The operators that a call is made of, forward and backward: 1 of any that is not routed."""
+def launches(op: IROp, assignment: Assignment, mesh: Mesh, device: Device) -> tuple[int, int]:
+    """The operators that a call is made of, forward and backward: 1 of any that is not routed, and
+    as many as experts here where their products are launched one by one.
+    """
+    if op.target == "grouped_linear" and device.experts_one_by_one:
+        here = local_call(op, assignment, mesh)
+        num_experts = here.factors[_experts(here)]
+        return num_experts, num_experts
     if op.target not in ROUTED:
         return 1, 1
     exchanges = bool(_axes_of_exchange(op, assignment, mesh))
@@ -174,7 +181,7 @@ def further_time(call: LocalCall, assignment: Assignment, mesh: Mesh, device: De
     forward_s, backward_s = (device.memory_s(x * token_bytes) for x in (forward, backward))
     # What was measured by itself, on a device that waits for its host, has its launches.
     if call.op.target not in device.rates:
-        forwards, backwards = launches(call.op, assignment, mesh)
+        forwards, backwards = launches(call.op, assignment, mesh, device)
         forward_s += device.launch_s * (forwards - 1)
         backward_s += device.launch_s * (backwards - 1)
     return OpTime(forward_s, backward_s if call.differentiated else 0.0)

@@ -128,6 +128,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
             unaligned_efficiency=0.25,
             queue_s=(3e-6, 4e-6),
             queue_stops=True,
+            experts_one_by_one=True,
             overlap=0.5,
             host_s=(1e-6, 2e-6),
             fetch_bytes_per_s=1e9,

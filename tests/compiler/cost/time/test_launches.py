@@ -11,6 +11,7 @@ from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.body_time import BodyTime, body_time
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.trace.entry import trace
+from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -40,13 +41,17 @@ def body(queue_s: float, *, stops: bool = False, **options: bool) -> BodyTime:
     return body_of(Net(**options), queue_s, stops=stops)
 
 
-def body_of(model: nn.Module, queue_s: float, *, stops: bool = False) -> BodyTime:
+def body_of(
+    model: nn.Module, queue_s: float, *, stops: bool = False, one_by_one: bool = False
+) -> BodyTime:
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
     x = torch.zeros(1000, 1000)
     graph = trace(model, {"x": x})
     program = compile_graph(graph, find_policy("dp").apply, config, policy_name="dp").program
     assert isinstance(program, Program)
-    device = replace(DEVICE, queue_s=(queue_s, queue_s), queue_stops=stops)
+    device = replace(
+        DEVICE, queue_s=(queue_s, queue_s), queue_stops=stops, experts_one_by_one=one_by_one
+    )
     return body_time(program, Hardware("toy", device, (Tier("link", (1,), 0.0, 1e12),)), (0,))
 
 
@@ -104,3 +109,27 @@ def test_kernels_that_sum_gradients_are_launched() -> None:
     # An addition's backward launches nothing. Of the other six launches three sum gradients: of two
     # biases, and of ``x`` behind ``up``. Behind the last one comes the gradient of a weight.
     assert found.backward_s == pytest.approx(6 * 2 * PRODUCT_S + PRODUCT_S, rel=1e-3)
+
+
+def test_products_of_experts_are_launched_one_by_one_where_there_is_no_kernel_for_all() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(1000, 5, bias=False)
+            self.weight = nn.Parameter(torch.zeros(5, 1000, 1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.router(x).topk(2)
+            rows, gains, routing = dispatch(x, chosen, weights, num_experts=5)
+            rows = grouped_linear(rows, self.weight, routing) * gains.unsqueeze(-1)
+            return combine(rows, routing).sum()
+
+    together, apart = (
+        body_of(Experts(), 20 * PRODUCT_S, one_by_one=one_by_one) for one_by_one in (False, True)
+    )
+    # Four further launches there and back; a host this slow hides what the device computes.
+    for more_s in (
+        apart.forward_s - together.forward_s,
+        apart.backward_s - together.backward_s,
+    ):
+        assert more_s == pytest.approx(4 * 20 * PRODUCT_S, rel=1e-3)

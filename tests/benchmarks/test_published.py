@@ -209,6 +209,15 @@ def test_blind_rows_say_runs(script: ModuleType) -> None:
     assert not {row.study for row in rows} & set(fitted)
 
 
+def test_rows_of_a_later_release_fit_nothing(script: ModuleType) -> None:
+    """NVFP4 has no rate here, and B300 no preset."""
+    rows = script.read_tables([script.TABLES / "later" / "runs.csv"])
+    left_out = [row for row in rows if script.refusal(row)]
+    assert len(rows) == 33 and {row.gpu for row in left_out} == {"B300", "GB200", "GB300"}
+    names = {name for machine in script.load_machines().values() for name in machine.fitted_on}
+    assert not {row.name for row in rows} & names
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

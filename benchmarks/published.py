@@ -23,7 +23,9 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -336,7 +338,8 @@ def fit(
 @dataclass(frozen=True)
 class Score:
     """How near predictions are. ``error``: mean of the absolute relative errors. ``rank``: rank
-    correlation (Spearman's). ``ordered``: the share of pairs of rows that are ordered right.
+    correlation (Spearman's). ``ordered``: of pairs of rows that took different times, the share
+    that is ordered right. What a table cannot tell is no number.
     """
 
     count: int
@@ -350,8 +353,8 @@ class Score:
         return (
             str(self.count),
             f"{self.error:.1%}" if self.count else "",
-            f"{self.rank:.3f}" if self.count > 2 else "",
-            f"{self.ordered:.1%}" if self.count > 1 else "",
+            "" if math.isnan(self.rank) else f"{self.rank:.3f}",
+            "" if math.isnan(self.ordered) else f"{self.ordered:.1%}",
         )
 
     @classmethod
@@ -359,8 +362,9 @@ class Score:
         ours, theirs = np.array(predicted), np.array(measured)
         first, second = np.triu_indices(len(ours), 1)
         agree = np.sign(ours[first] - ours[second]) == np.sign(theirs[first] - theirs[second])
+        agree = agree[theirs[first] != theirs[second]]
         rank = float("nan")
-        if len(ours) > 2:
+        if min(len(set(ours)), len(set(theirs))) > 1 and len(ours) > 2:
             rank = float(np.corrcoef(_places(ours), _places(theirs))[0, 1])
         ordered = float(agree.mean()) if len(agree) else float("nan")
         error = float(np.abs(ours / theirs - 1).mean()) if len(ours) else float("nan")
@@ -419,11 +423,15 @@ def save_machines(machines: Mapping[str, Machine]) -> None:
     MACHINES.write_text(json.dumps(dict(sorted(data.items())), indent=2) + "\n")
 
 
+FEWEST = 10
+"""The rows that a study has at least of which one is fitted."""
+
+
 def refit(studies: Mapping[str, Sequence[Row]], programs: Programs) -> dict[str, Machine]:
     """All constants again, each study from every tenth of its rows or fewer."""
     found = {}
     for study, rows in studies.items():
-        if len(rows) < 10:
+        if len(rows) < FEWEST:
             continue
         count = min(MOST_FITTED, len(rows) // 10)
         chosen = [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
@@ -471,13 +479,21 @@ def machine_of(study: str, machines: Mapping[str, Machine]) -> Machine:
     return machines.get(study, HOST)
 
 
+SECONDS_BETWEEN_LINES = 20
+"""How often it is said how far a run is."""
+
+
 def sorted_out(
     rows: Sequence[Row], programs: Programs
 ) -> tuple[dict[str, list[Row]], dict[str, list[str]]]:
     """The rows that can be priced by study, and the names of the others by reason."""
     studies: dict[str, list[Row]] = {}
     refused: dict[str, list[str]] = {}
-    for row in rows:
+    said = time.monotonic()
+    for count, row in enumerate(rows):
+        if time.monotonic() > said + SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            print(f"{count} of {len(rows)} rows are compiled", file=sys.stderr, flush=True)
         why = refusal(row)
         if why is None:
             try:
@@ -527,8 +543,10 @@ def report(
         if pictures is not None:
             points = [(row.iter_s, found[row.name]) for row in tested]
             write_picture(pictures, study, points)
-    console.print(summary)
-    console.print(_pairs_table(pairs))
+    if studies:
+        console.print(summary)
+    if pairs:
+        console.print(_pairs_table(pairs))
 
 
 def _pairs_table(pairs: Sequence[tuple[float, bool]]) -> Table:
@@ -552,8 +570,8 @@ def _rows_table(
     peaks: Mapping[str, float],
     machine: Machine,
 ) -> Table:
-    heads = ("row", "model", "GPUs", "plan", "measured s", "predicted s", "error", "peak GB", "")
-    table = Table(*heads, title=study)
+    heads = ("row", "model", "GPUs", "plan", "measured s", "predicted s", "error")
+    table = Table(*heads, "measured GB", "predicted GB", "", title=study)
     for row in rows:
         predicted = found[row.name]
         table.add_row(
@@ -564,6 +582,7 @@ def _rows_table(
             f"{row.iter_s:.3f}",
             f"{predicted:.3f}",
             f"{predicted / row.iter_s - 1:+.1%}",
+            f"{row.peak_bytes / 1e9:.1f}" if row.peak_bytes else "",
             f"{peaks[row.name] / 1e9:.1f}" if peaks else "",
             "fitted" if row.name in machine.fitted_on else "",
         )
@@ -615,6 +634,8 @@ def run(arguments: argparse.Namespace) -> None:
     machines = dict.fromkeys(studies, Machine({})) if arguments.presets else load_machines()
     if arguments.fit:
         fitted = refit(studies, programs)
+        for study in studies.keys() - fitted.keys():
+            console.print(f"{study}: nothing was fitted, as it has less than {FEWEST} rows")
         save_machines(fitted)
         machines |= fitted
     report(

@@ -39,7 +39,8 @@ class Row:
     """A published run.
 
     ``study``: a source and a kind of device: what is fitted and counted together. ``precision``:
-    of products (``bfloat16`` or a float8). ``iter_s``: measured. Degrees of parallelism are 1
+    of products (``bfloat16`` or a float8). ``iter_s``, ``peak_bytes``: measured; 0 where a table
+    says no memory. Degrees of parallelism are 1
     where a table says nothing. ``fault``: what of its cells cannot be read, in words.
     """
 
@@ -62,6 +63,7 @@ class Row:
     batch: int
     recompute: str
     iter_s: float
+    peak_bytes: float
     notes: str
     fault: str | None = None
 

@@ -220,6 +220,7 @@ def _row(line: Mapping[str, str], fallback: str) -> Row:
         batch=cells.count("gbs", 0),
         recompute=_recompute_of(cells, study),
         iter_s=0.0,
+        peak_bytes=2**30 * cells.number("mem_gib"),
         notes=cells.text("notes"),
     )
     row = replace(row, iter_s=_seconds_of(cells, row))
@@ -359,6 +360,9 @@ def _check_plan(cells: Cells, row: Row) -> None:
     if row.zero > 3:
         cells.faults.append(f"zero says {row.zero}; there are stages 0 to 3")
     degrees = f"tp={row.tp} pp={row.pp} cp={row.cp}"
+    absent = [name for name in ("tp", "pp", "cp") if not cells.has(name)]
+    if absent:
+        degrees += f" (the table has no column {', '.join(absent)})"
     for key in ("dp", "fsdp"):
         size = cells.count(key, 0, 0)
         if size > 1 and row.gpus and size not in (row.copies, row.copies * row.cp):

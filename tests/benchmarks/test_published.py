@@ -116,6 +116,7 @@ PLAIN = {
         ({"gpus": "eight"}, "gpus says 'eight', which is no whole number from 1"),
         ({"tp": "0"}, "tp says '0', which is no whole number from 1"),
         ({"iter_s": "-1"}, "iter_s says '-1', which is no positive number"),
+        ({"mem_gib": "lots"}, "mem_gib says 'lots', which is no positive number"),
         ({"iter_s": ""}, "the table has no time of a step and no tokens a second"),
         (
             {"tokens_per_s_per_gpu": "9"},
@@ -125,8 +126,11 @@ PLAIN = {
         ({"recompute": "every other layer"}, "recompute says 'every other layer'; none, full and"),
         ({"schedule": "GPipe", "pp": "2"}, "the schedule 'GPipe' is not known"),
         ({"schedule": "interleaved", "pp": "2"}, "the schedule is interleaved, and vp does not"),
-        ({"dp": "4"}, "dp says 4, and 8 GPUs with tp=1 pp=1 cp=1 leave 8"),
-        ({"fsdp": "2"}, "fsdp says 2, and 8 GPUs with tp=1 pp=1 cp=1 leave 8"),
+        ({"dp": "4", "tp": "1"}, "dp says 4, and 8 GPUs with tp=1 pp=1 cp=1 (the table has no co"),
+        (
+            {"fsdp": "2", "tp": "1", "pp": "1", "cp": "1"},
+            "fsdp says 2, and 8 GPUs with tp=1 pp=1 cp=1 leave 8",
+        ),
         ({"zero": "4"}, "zero says 4; there are stages 0 to 3"),
     ],
 )
@@ -309,6 +313,9 @@ def test_scores(script: ModuleType) -> None:
     # A plan that was measured twice has one prediction: neither order of the two is better.
     again = [script.Score.of([1.0, 1.0, 2.0], times).rank for times in ([1, 2, 3], [2, 1, 3])]
     assert again[0] == again[1] == pytest.approx(0.75**0.5)
+    # Rows that took as long have no order, which is neither right nor wrong.
+    assert script.Score.of([1.0, 2.0, 3.0], [1.0, 1.0, 3.0]).ordered == 1.0
+    assert script.Score.of([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]).cells[2:] == ("", "")
 
 
 def test_later_megatron_is_priced_with_what_it_switches_on(script: ModuleType) -> None:

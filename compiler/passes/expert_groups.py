@@ -19,13 +19,13 @@ _KEEPING = frozenset(
 """Operators between a mask of groups and the scores that it leaves."""
 
 _WIDENING = frozenset(("expand", "repeat_interleave"))
-"""Those of them that make a group's number one of each of its experts."""
+"""Operators that make a group's number one of each of its experts."""
 
 
 def groups_of(chosen: IRValue, num_experts: int, makers: Mapping[str, IROp]) -> tuple[int, int]:
-    """Of how many equal groups of experts, that lie side by side, each token has chosen how many,
-    before it chose ``chosen`` [tokens, top_k]; (1, 1) if it chose of all. ``makers``: the operators
-    by the names of their results.
+    """How many equal groups of experts there are, side by side, and how many of them each token has
+    chosen before it chose ``chosen`` [tokens, top_k]; (1, 1) if it chose of all experts.
+    ``makers``: the operators by the names of their results.
     """
     op = makers.get(chosen.name)
     if op is None or op.target != "topk":

@@ -40,7 +40,7 @@ class Router(nn.Module):
 
 
 def groups_in(graph: IRGraph) -> set[tuple[int, int]]:
-    """Those that dispatches and what follows are told of."""
+    """The groups that dispatches, and what follows them, are told of."""
     rules = (op.rule for op in graph.ops if op.rule is not None and op.rule.densities is not None)
     return {d.groups for rule in rules for side in rule.densities or () for d in side if d}
 

@@ -9,7 +9,8 @@ and shared experts with the experts on both ranks (``--model experts``), or the 
 (``--model zero3``; what is compared there is to gather no weight ahead). Every message of the ranks
 arrives ``--delay-ms`` after it was sent, at the earliest (see ``late_messages.py``). The same plan
 runs with and without ``overlap_communication``, in turn. A pair of steps counts if other processes
-took no more of the cores meanwhile than ``--elsewhere``. Printed:
+took no more of the cores meanwhile than ``--elsewhere``. At most three times ``--pairs`` are run; a
+line on stderr tells of each. Printed:
 
 - what a message takes without overlap, and how much of that is CPU time of its rank: gloo's threads
   and the system copy and add. In the rest of it the rank is idle;
@@ -29,6 +30,7 @@ took no more of the cores meanwhile than ``--elsewhere``. Printed:
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -143,6 +145,7 @@ def config_of(name: str, *, overlaps: bool) -> shardwright.ComputeConfig:
 
 def run_rank(
     rank: int,
+    refusal: str,
     folder: str,
     name: str,
     num_pairs: int,
@@ -150,7 +153,9 @@ def run_rank(
     file: str,
     most_elsewhere: float,
 ) -> None:
-    """Train with and without overlap in turn; rank 0 prints."""
+    """Train with and without overlap in turn; rank 0 prints. ``refusal``: the file in which it says
+    so if no pair counts.
+    """
     batch = make_batch(name)
     modules = [
         shardwright.parallelize(
@@ -164,7 +169,7 @@ def run_rank(
         for overlaps in (False, True)
     ]
     pairs: list[Pair] = []
-    tried = 0
+    taken: list[float] = []  # what other processes took, of every pair
     if rank == 0:
         np.memmap(f"{folder}/sent", np.float64, "w+", shape=(NUM_RANKS, BOARD_SIZE)).flush()
     dist.barrier()
@@ -182,15 +187,19 @@ def run_rank(
             dist.barrier()
             return time.perf_counter() - begin, stamps
 
-        for number in range(-WARM_UP, MOST_TRIES * num_pairs):
+        most_tries = MOST_TRIES * num_pairs
+        for number in range(-WARM_UP, most_tries):
             cores = Cores()
             order = (0, 1) if number % 2 == 0 else (1, 0)
             steps = {side: step(side) for side in order}
             elsewhere = cores.elsewhere()
+            counts = number >= 0 and elsewhere <= most_elsewhere
             if number >= 0:
-                tried += 1
-                if elsewhere <= most_elsewhere:
-                    pairs.append(Pair(steps[0], steps[1], elsewhere))
+                taken.append(elsewhere)
+            if counts:
+                pairs.append(Pair(steps[0], steps[1], elsewhere))
+            if rank == 0:
+                tell_pair(number, most_tries, elsewhere, counts, f"{len(pairs)} of {num_pairs}")
             if len(pairs) == num_pairs:
                 break
     plain, beside = (dict(module.named_parameters()) for module in modules)
@@ -199,9 +208,36 @@ def run_rank(
     by_rank: list[list[Pair]] = [[] for _ in range(NUM_RANKS)]
     dist.all_gather_object(by_rank, pairs)
     if rank == 0:
-        assert pairs, f"in each of {tried} pairs other processes took more of the cores"
-        print(f"{'pairs':<28}{len(pairs)} of {tried}")
+        if not pairs:
+            Path(refusal).write_text(none_counts(taken, most_elsewhere))
+            return
+        print(f"{'pairs':<28}{len(pairs)} of {len(taken)}")
         report(name, by_rank, products_s, apart, load_hardware(file), delay_s)
+
+
+def tell_pair(number: int, most: int, elsewhere: float, counts: bool, so_far: str) -> None:
+    """A line on stderr for a pair of steps: a run takes minutes on a busy machine."""
+    name = f"pair {number + 1} of at most {most}" if number >= 0 else "a pair to warm up"
+    verdict = "counts" if counts else "does not count"
+    print(
+        f"{name}: other processes took {elsewhere:.0%} of the cores, {verdict} ({so_far})",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def none_counts(taken: list[float], most: float) -> str:
+    """What is said if other processes took too much of the cores in every pair."""
+    least = min(taken)
+    # Rounded up, so that the pair with the least would count.
+    enough = math.ceil(100 * least) / 100
+    return (
+        f"error: no pair of steps counts\n"
+        f"  why:   in each of {len(taken)} pairs other processes took {least:.0%} of the cores or "
+        f"more, and --elsewhere allows {most:.0%}\n"
+        f"  try:   again when less runs here, or --elsewhere {enough:.2f}, which says less of what "
+        "is hidden"
+    )
 
 
 @contextmanager
@@ -418,7 +454,7 @@ def with_delay(hardware: Hardware, delay_s: float, own_s: float) -> Hardware:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rank_in=("DIR",))
+    parser = parser_of(__doc__, rank_in=("REFUSAL", "DIR"))
     parser.add_argument("--model", choices=sorted(POLICIES), default="gpt")
     parser.add_argument("--delay-ms", type=float, default=8.0)
     parser.add_argument("--hardware", default="")
@@ -453,7 +489,10 @@ def main() -> None:
             "hardware": file,
             "elsewhere": arguments.elsewhere,
         }
-        start_ranks(__file__, NUM_RANKS, **options)
+        refusal = Path(folder, "refusal")
+        start_ranks(__file__, NUM_RANKS, (str(refusal),), **options)
+        if refusal.exists():
+            sys.exit(refusal.read_text())
 
 
 if __name__ == "__main__":

@@ -63,6 +63,21 @@ def test_a_perfect_model_is_as_good_as_the_runs_repeat(
     assert abs(script.perfect(np.full(30, 1.0) + 1e-9 * seconds, 0.1).mean()) < 0.05
 
 
+def test_a_missing_price_is_found_if_it_is_the_only_one(script: ModuleType) -> None:
+    runs = runs_of_table(script, script.SEVERAL)
+    for name in ("waiting for the pipeline", "gradients of a rank"):
+        price = script.PRICES[name]
+        amounts = np.array([price(run) for run in runs])
+        seconds = script.measured(runs) + 30 * amounts / amounts.max()
+        missing = [
+            replace(run, row=replace(run.row, iter_s=float(slow)))
+            for run, slow in zip(runs, seconds, strict=True)
+        ]
+        (_, without), *found = script.with_price(missing, price)
+        rank, error = min(found, key=lambda pair: pair[1])
+        assert rank > 0.99 and error < 0.03 < without, name
+
+
 def test_learners_find_a_law_in_other_rows_and_nothing_in_noise(script: ModuleType) -> None:
     rng = np.random.default_rng(0)
     features = script.standardized(rng.uniform(-1, 1, (3, 40)))

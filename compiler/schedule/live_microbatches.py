@@ -4,6 +4,7 @@ alone, not on times.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection, Iterable
 
@@ -14,6 +15,11 @@ RELEASES = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT})
 """The actions after which nothing of a microbatch is held by the stage."""
 
 
+KEPT = 64
+"""How many schedules answers are kept for: a search asks of the same few, again and again."""
+
+
+@functools.lru_cache(maxsize=KEPT)
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most activations that each rank holds at once, counted in (stage, microbatch), from a
     forward to the last gradient of it.
@@ -39,6 +45,7 @@ def held_after(actions: Iterable[ScheduleAction]) -> Iterable[tuple[ScheduleActi
         yield action, held
 
 
+@functools.lru_cache(maxsize=KEPT)
 def held_together(
     schedule: Schedule, *, in_any_case: bool = False
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -13,6 +13,7 @@ In formulas p is the number of ranks, m of microbatches, v of chunks (stages per
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ def generate(
     Raises:
         PlanError: an unknown name, or sizes that the schedule cannot have.
     """
+    return _generated(name, num_ranks, num_microbatches, chunks)
+
+
+@functools.lru_cache(maxsize=64)
+def _generated(name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    """The schedule, made once: a search asks for the same few many times."""
     if name not in SCHEDULES:
         raise PlanError(
             f"unknown pipeline schedule {name!r}", hint=did_you_mean(name, tuple(SCHEDULES))

@@ -7,7 +7,6 @@ predicted and 2.0 s as audited (:class:`Candidate`).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -20,12 +19,6 @@ from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedu
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule_actions import ActionKind
-
-
-@functools.lru_cache(maxsize=64)
-def _published(name: str, num_positions: int, num_microbatches: int, chunks: int) -> Schedule:
-    """A search asks for the same few schedules many times."""
-    return generate(name, num_positions, num_microbatches, chunks)
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class CutRequest:
         if self.by_hand is not None:
             return self.by_hand
         name, chunks = self.named_schedule.name, self.named_schedule.chunks
-        return _published(name, self.num_positions, num_microbatches, chunks)
+        return generate(name, self.num_positions, num_microbatches, chunks)
 
     @property
     def num_stages(self) -> int:

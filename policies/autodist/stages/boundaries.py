@@ -46,6 +46,10 @@ SIDES = (2,)
 """The shape of seconds in the forward and in the backward."""
 
 
+ANY_OTHER_MESH = -1
+"""The number of a placement before, where it does not matter which: it is on another mesh."""
+
+
 @dataclass(frozen=True, eq=False)
 class Boundary:
     """``[start, stop]`` for the stage after it: seconds of messages ``there_s`` and ``back_s``;
@@ -274,11 +278,14 @@ class Messages:
         return self._adapters[before, None]
 
     def _taken(self, before: int, after: int) -> Array:
-        if (before, after) not in self._adapters:
-            self._adapters[before, after] = self._table(
+        # From another mesh a value arrives as its first reader needs it, whoever has sent it.
+        is_one_mesh = self.walks[before].mesh == self.walks[after].mesh
+        key = before if is_one_mesh else ANY_OTHER_MESH, after
+        if key not in self._adapters:
+            self._adapters[key] = self._table(
                 functools.partial(self._taken_s, before, after), SIDES
             )
-        return self._adapters[before, after]
+        return self._adapters[key]
 
     def _crossing_table(
         self,

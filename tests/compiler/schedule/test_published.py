@@ -12,7 +12,7 @@ from itertools import takewhile
 import pytest
 from schedules import schedules_of
 
-from shardwright.compiler.schedule.live_microbatches import peak_in_flight
+from shardwright.compiler.schedule.live_microbatches import held_together, peak_in_flight
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import simulate
@@ -182,3 +182,12 @@ import shardwright.compiler.schedule.published
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_schedule_and_what_it_holds_are_worked_out_once() -> None:
+    schedule = generate("1f1b_interleaved", 4, 8, 3)
+    assert generate("1f1b_interleaved", 4, 8, 3) is schedule
+    assert generate("1f1b_interleaved", 4, 8, 2) is not schedule
+    assert held_together(schedule) is held_together(schedule)
+    assert held_together(schedule) != held_together(schedule, in_any_case=True)
+    assert peak_in_flight(schedule) is peak_in_flight(schedule)

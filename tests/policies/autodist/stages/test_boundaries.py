@@ -244,3 +244,21 @@ def test_layouts_are_not_hashed_anew_for_every_stage(monkeypatch: pytest.MonkeyP
     assert all(view.wanted(first, 202) == (summed, whole) for first in range(201))
     assert view.wanted(201, 202) == (summed,) and view.wanted(1, 201) == (whole,)
     assert not asked
+
+
+def test_what_arrives_from_another_mesh_is_priced_once_whoever_sends_it() -> None:
+    every = walks("mlp")
+    meshes = [walk.mesh for walk in every]
+    starts = block_starts(graph("mlp"), [1.0] * len(graph("mlp").ops), 4)
+
+    def messages() -> Messages:
+        return Messages(every, starts, lambda _, device: tuple(range(device, device + 1)))
+
+    shared = messages()
+    for after, own in enumerate(meshes):
+        others = [before for before, mesh in enumerate(meshes) if mesh != own]
+        taken = [shared._taken(before, after) for before in others]
+        assert all(each is taken[0] for each in taken)
+        # The last of them, priced by itself, is the same.
+        assert (messages()._taken(others[-1], after) == taken[0]).all()
+        assert shared._taken(after, after) is not taken[0]

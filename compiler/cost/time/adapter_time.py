@@ -83,6 +83,18 @@ def joining_s(
     return _copy_s(num_bytes, hardware)
 
 
+def message_s(movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware) -> float:
+    """Seconds of the message of a gather alone, without putting what arrived in its place. Steps of
+    other kinds have none that could be started ahead.
+    """
+    if movement.kind != "all_gather":
+        return 0.0
+    whole_s = movement_time(movement, mesh, ranks, hardware).forward_s
+    if movement.end_to_end:
+        return whole_s
+    return whole_s - _copy_s(movement.before * mesh.num_ranks(movement.axes), hardware)
+
+
 @functools.lru_cache(maxsize=65536)
 def _step_time(
     step: AdapterStep,
@@ -94,7 +106,13 @@ def _step_time(
 ) -> OpTime:
     if step.kind == REGROUP:
         return OpTime(math.inf, 0.0)
-    movement = Movement(
+    movement = movement_of(step, dtype, mesh)
+    return movement_time(movement, mesh, ranks, hardware, differentiable=differentiable)
+
+
+def movement_of(step: AdapterStep, dtype: torch.dtype, mesh: Mesh) -> Movement:
+    """What the time of a step depends on."""
+    return Movement(
         step.kind,
         step.backward,
         step.axes,
@@ -102,7 +120,6 @@ def _step_time(
         local_bytes(step.after, dtype, mesh),
         end_to_end(step, mesh),
     )
-    return movement_time(movement, mesh, ranks, hardware, differentiable=differentiable)
 
 
 @dataclass(frozen=True, slots=True)

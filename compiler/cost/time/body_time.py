@@ -16,7 +16,7 @@ from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.adapter_time import joining_s, together_time
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
-from shardwright.compiler.cost.time.gathers_ahead import Message, Work, hidden_ahead
+from shardwright.compiler.cost.time.gathers_ahead import Both, Message, Work, hidden_ahead
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import asked_again
 from shardwright.compiler.cost.time.operator_time import op_time
@@ -154,6 +154,24 @@ def body_time(
         _launched_s(instructions, again_s, hardware.device, sums.mesh),
         sums.ahead_s,
     )
+
+
+def hidden_gathers(
+    program: Program,
+    hardware: Hardware,
+    ranks: Sequence[int],
+    storage_ranks: Sequence[int],
+    times: Sequence[OpTime],
+    *,
+    trains: bool,
+) -> dict[int, Both]:
+    """What of the gathers of a program costs nothing, forward and again in backward, by position,
+    if backward ran nothing again. ``times``: those of its instructions without that. There are no
+    loops in it.
+    """
+    sums = _Sums(program.plan, hardware, tuple(ranks), tuple(storage_ranks), None, trains)
+    instructions = list(zip(program.body, times, strict=True))
+    return sums.ahead(program, instructions, set(), asked_again(program) if trains else {})
 
 
 def _launched_s(
@@ -407,15 +425,7 @@ class _Sums:
         is used. ``again``: the instructions that backward runs a second time. ``asked``: where
         backward needs what it gathers again.
         """
-        messages: dict[int, Message] = {}
-        for position, (item, time) in enumerate(instructions):
-            if isinstance(item, Adapt) and item.step.kind == "all_gather" and not joins(item):
-                messages[position] = self._gathered(program, position, time, again, asked)
-        if not messages:
-            return
-        work = [self._work(item, time, again) for item, time in instructions]
-        device = self.hardware.device
-        for position, hidden in hidden_ahead(program, messages, work, asked, device).items():
+        for position, hidden in self.ahead(program, instructions, again, asked).items():
             item, time = instructions[position]
             assert isinstance(item, Adapt)
             instructions[position] = item, time + OpTime(-hidden[0])
@@ -423,6 +433,23 @@ class _Sums:
             self.ahead_s += hidden[1]
             if any(hidden):
                 self.comm[f"{'+'.join(item.step.axes)} all_gather"] -= sum(hidden)
+
+    def ahead(
+        self,
+        program: Program,
+        instructions: Sequence[tuple[Instruction, OpTime]],
+        again: set[int],
+        asked: Mapping[str, tuple[int, int]],
+    ) -> dict[int, Both]:
+        """What of gathers costs nothing, forward and again in backward, by position."""
+        messages: dict[int, Message] = {}
+        for position, (item, time) in enumerate(instructions):
+            if isinstance(item, Adapt) and item.step.kind == "all_gather" and not joins(item):
+                messages[position] = self._gathered(program, position, time, again, asked)
+        if not messages:
+            return {}
+        work = [self._work(item, time, again) for item, time in instructions]
+        return hidden_ahead(program, messages, work, asked, self.hardware.device)
 
     def _gathered(
         self,

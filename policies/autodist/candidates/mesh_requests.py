@@ -40,6 +40,8 @@ class MeshRequest:
     - ``memory_weight``: the price of memory beside time, in the place of that limit.
     - ``recompute``: the modules whose activations are computed again.
     - ``hurried``: whether any placement that fits will do, as long as it is found soon.
+    - ``hides_gathers``: whether gathers of weights are priced as hidden, which no plan is below;
+      else as waited for.
     """
 
     mesh: Mesh
@@ -51,6 +53,12 @@ class MeshRequest:
     hurried: bool = False
     memory_weight: MemoryWeight | None = None
     num_positions: int = 1
+    hides_gathers: bool = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is for speed alone, with each gather of a weight waited for."""
+        return not self.hides_gathers and self.memory_bytes is None
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,9 @@ class PlacedMesh:
     """A mesh of one pipeline position with the fastest placement of the model on it, whatever
     memory that takes, on the ranks of the first position.
 
-    ``pp_place``: before which of its axes the pipeline axis stands. ``further``: the requests that
-    remain for this mesh, if the fastest placement does not fit. ``memory_binds``: whether nothing
+    ``pp_place``: before which of its axes the pipeline axis stands. ``request``: what was asked
+    for. ``further``: the requests that remain for this mesh, if the fastest placement does not fit.
+    ``memory_binds``: whether nothing
     that fits is as fast; ``never_fits``: whether it is proved that nothing fits at all.
     """
 
@@ -111,6 +120,7 @@ class PlacedMesh:
     mesh: Mesh
     pp_place: int
     fastest: PlacedModel
+    request: MeshRequest
     further: tuple[MeshRequest, ...]
     memory_binds: bool = False
     never_fits: bool = False

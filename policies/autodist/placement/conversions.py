@@ -76,28 +76,37 @@ class ValueType:
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one adapter of a conversion, and whether it gathers. ``is_kept``: whether what
-    keeps its result keeps what it is given: of a weight, a gather or a view.
+    keeps its result keeps what it is given: of a weight, a gather or a view. ``hidden_s``: what of
+    its forward counts nothing, as the program begins it ahead; not where a region runs again.
     """
 
     forward_s: float
     backward_s: float
     gathers: bool
     is_kept: bool
+    hidden_s: float = 0.0
+
+    @property
+    def first_s(self) -> float:
+        """The cost of its first forward."""
+        return self.forward_s - self.hidden_s
 
     @property
     def regathered_s(self) -> float:
         """The cost of gathering a kept weight once more."""
-        return self.forward_s if self.gathers and self.is_kept else 0.0
+        return self.first_s if self.gathers and self.is_kept else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
     """Conversions of some pairs of layouts, ``[pair]``: their weights among trees, and their
-    seconds. ``gathered_s``: of the forward, from the first gather on. ``regathered_s``: of
-    gathering a kept weight once more.
+    seconds. ``first_s``: of the first forward, without what is hidden of gathers; ``forward_s``: of
+    another one in a region that runs again. ``gathered_s``: of that, from the first gather on.
+    ``regathered_s``: of gathering a kept weight once more.
     """
 
     weights: Seconds
+    first_s: Seconds
     forward_s: Seconds
     backward_s: Seconds
     gathered_s: Seconds
@@ -113,28 +122,30 @@ class _Prices:
             again_s = self.gathered_s
         elif kind.is_kept:
             again_s = self.regathered_s
-        found: Seconds = kind.microbatches * (self.forward_s + again_s + self.backward_s)
+        found: Seconds = kind.microbatches * (self.first_s + again_s + self.backward_s)
         return found
 
 
 @dataclass(eq=False)
 class _Steps:
     """What each step takes on the ranks of a mesh, by number, ``[step]``; the last one is none,
-    which takes nothing. ``is_kept``: of a weight, as of :class:`StepTime`.
+    which takes nothing. ``is_kept``, ``hidden_s``: of a weight, as of :class:`StepTime`.
     """
 
     forward_s: Seconds
     backward_s: Seconds
     gathers: npt.NDArray[np.bool_]
     is_kept: npt.NDArray[np.bool_]
+    hidden_s: Seconds
 
     @classmethod
-    def of(cls, kinds: Sequence[str], times: Sequence[OpTime]) -> _Steps:
+    def of(cls, kinds: Sequence[str], times: Sequence[OpTime], hidden_s: Sequence[float]) -> _Steps:
         return cls(
             np.array([*(time.forward_s for time in times), 0.0]),
             np.array([*(time.backward_s for time in times), 0.0]),
             np.array([*(kind in GATHERS for kind in kinds), False]),
             np.array([*map(_keeps, kinds), True]),
+            np.array([*hidden_s, 0.0]),
         )
 
     def added_up(self, kind: ValueType, routes: Sequence[Route]) -> _Prices:
@@ -147,13 +158,15 @@ class _Steps:
         # From the first gather on, what comes of it is not kept for backward, but made again.
         gathers = self.gathers[steps]
         since = np.logical_or.accumulate(gathers, axis=1)
-        regathered_s = np.zeros_like(forward_s)
+        regathered_s, first_s = np.zeros_like(forward_s), forward_s
         if kind.is_weight:
+            first_s = forward_s - self.hidden_s[steps]
             # The last steps, as far as what keeps the result keeps what they make.
             kept = np.logical_and.accumulate(self.is_kept[steps][:, ::-1], axis=1)[:, ::-1]
-            regathered_s = np.where(kept & gathers, forward_s, 0.0)
+            regathered_s = np.where(kept & gathers, first_s, 0.0)
         return _Prices(
             np.array([route.weight for route in routes]),
+            _sums(first_s),
             _sums(forward_s),
             _sums(backward_s),
             _sums(np.where(since, forward_s, 0.0)),
@@ -185,7 +198,8 @@ class _Table:
 
 class Conversions:
     """Prices on one mesh. ``ranks``: the global ranks the mesh lies on, in its order. ``routes``:
-    those of the mesh, shared with other ranks that it lies on.
+    those of the mesh, shared with other ranks that it lies on. ``hidden``: the share of the message
+    of each gather of a weight that costs nothing where the program may begin it ahead.
     """
 
     def __init__(
@@ -195,10 +209,13 @@ class Conversions:
         hardware: Hardware,
         layouts: LayoutTable,
         routes: Routes | None = None,
+        hidden: float = 0.0,
     ) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
         self.routes = routes or Routes(mesh, layouts)
+        self._hidden = hidden
         self._times: list[OpTime] = []  # of steps, by number
+        self._hidden_s: list[float] = []
         self._steps: _Steps | None = None
         self._tables: dict[Hashable, _Table] = {}
         self._names: dict[int, str] = {}
@@ -335,7 +352,8 @@ class Conversions:
             name, time = self.routes.steps[number].kind, self._times[number]
             backward_s = time.backward_s if kind.has_backward else 0.0
             is_kept = kind.is_weight and _keeps(name)
-            found.append(StepTime(time.forward_s, backward_s, name in GATHERS, is_kept))
+            hidden_s = self._hidden_s[number] if kind.is_weight else 0.0
+            found.append(StepTime(time.forward_s, backward_s, name in GATHERS, is_kept, hidden_s))
         return tuple(found)
 
     def _time_steps(self) -> None:
@@ -346,8 +364,12 @@ class Conversions:
             self._times += [
                 self.routes.time(number, self.ranks, self.hardware) for number in further
             ]
+            self._hidden_s += [
+                self._hidden * self.routes.message_s(number, self.ranks, self.hardware)
+                for number in further
+            ]
             kinds = [step.kind for step in self.routes.steps]
-            self._steps = _Steps.of(kinds, self._times)
+            self._steps = _Steps.of(kinds, self._times, self._hidden_s)
 
     def _name(self, layout: int) -> str:
         """What lowering orders layouts by."""

@@ -38,7 +38,10 @@ class OverUnits:
             unit * unit_size + rank for unit in range(num_units) for rank in pricing.request.ranks
         )
         self._layouts = LayoutTable()
-        self.conversions = Conversions(self.mesh, ranks, pricing.request.hardware, self._layouts)
+        request = pricing.request
+        self.conversions = Conversions(
+            self.mesh, ranks, request.hardware, self._layouts, hidden=request.hidden_share
+        )
         self._arrays: dict[Hashable, Seconds] = {}
 
     def stored(self, layout: int, *, differentiable: bool) -> int:
@@ -96,8 +99,8 @@ class Pricing:
     which the solver knows equal blocks. ``latest``: the last request, its problem without memory,
     and what says the bytes that are given and used by node.
 
-    ``like``: that of the same mesh on other ranks. Choices, layouts and the steps between these are
-    the same there; what they take is not.
+    ``like``: that of the same mesh on other ranks, or with another price of gathers. Choices,
+    layouts and the steps between these are the same there; what they take is not.
     """
 
     def __init__(self, request: PlacementRequest, like: Pricing | None = None) -> None:
@@ -120,6 +123,7 @@ class Pricing:
             request.hardware,
             self.layouts,
             None if like is None else like.conversions.routes,
+            request.hidden_share,
         )
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}

@@ -27,6 +27,11 @@ class PlacementRequest:
     alive at once. ``target_gap``: how near to the bound is near enough, relative to the cost.
     ``time_limit_s``: of the solver. ``deadline``: until when, by ``time.monotonic()``, the memory
     is corrected by what a lowered plan takes; ``hurried``: in larger steps.
+
+    ``hides_gathers``: whether the messages of gathers of weights count nothing, as far as the
+    device can hide any. The program begins gathers one weight ahead, so no plan takes less than
+    this price; else each is priced as if it were waited for. Example: gathers of 3 s and work of
+    4 s take 7 s if they are waited for, and 4 s at least.
     """
 
     graph: PlannableGraph
@@ -47,6 +52,12 @@ class PlacementRequest:
     times: OperatorTimes | None = None
     deadline: float = float("inf")
     hurried: bool = False
+    hides_gathers: bool = False
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of a gather's message that counts nothing."""
+        return self.hardware.device.overlap if self.hides_gathers else 0.0
 
     def differs_in_limits(self, other: PlacementRequest) -> bool:
         """Whether two requests differ in nothing but what limits the memory and the search."""

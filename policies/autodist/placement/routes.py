@@ -21,7 +21,13 @@ import torch
 
 from shardwright.compiler.cost.communication import elements_sent, estimate
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.adapter_time import Movement, movement_time, step_time
+from shardwright.compiler.cost.time.adapter_time import (
+    Movement,
+    message_s,
+    movement_of,
+    movement_time,
+    step_time,
+)
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.passes.copy_trees import STEP_WEIGHT, weight
 from shardwright.compiler.plan.conversion import AdapterStep, convert
@@ -91,6 +97,15 @@ class Routes:
         if isinstance(step, Movement):
             return movement_time(step, self.mesh, ranks, hardware)
         return step_time(step.step, step.dtype, self.mesh, ranks, hardware)
+
+    def message_s(self, number: int, ranks: tuple[int, ...], hardware: Hardware) -> float:
+        """The seconds of a gather's message on these ranks; 0 for other steps."""
+        step = self.steps[number]
+        if isinstance(step, UnsizedStep):
+            if step.kind != "all_gather":
+                return 0.0
+            step = movement_of(step.step, step.dtype, self.mesh)
+        return message_s(step, self.mesh, ranks, hardware)
 
     def _find(self, traits: Traits, source: int, goal: int) -> Route:
         forms = self._form(source, traits.differentiable), self._form(goal, traits.differentiable)

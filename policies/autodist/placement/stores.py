@@ -15,7 +15,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
     kept_bytes,
     num_copies,
 )
-from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.adapter_time import joining_s, step_time
 from shardwright.compiler.cost.time.after_backward import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -194,10 +194,16 @@ def _in_pieces(
     kept = [any(reader.keeps for reader in own) for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
+        message_s = 0.0
+        if step.kind == "all_gather":
+            message_s = time.forward_s - joining_s([(step, value.dtype)], mesh, request.hardware)
+        first_s = time.forward_s - request.hidden_share * message_s
         # Gathered twice: where the module runs again, or an operator keeps what was gathered.
         for runs_again, is_kept in zip(inside, kept, strict=True):
-            again = runs_again or (is_kept and step.kind == "all_gather")
-            seconds += request.microbatches * (
-                (2 if again else 1) * time.forward_s + time.backward_s
-            )
+            again_s = 0.0
+            if runs_again:
+                again_s = time.forward_s
+            elif is_kept and step.kind == "all_gather":
+                again_s = first_s
+            seconds += request.microbatches * (first_s + again_s + time.backward_s)
     return stored, mesh, seconds

@@ -53,9 +53,7 @@ yet.
 
 @dataclass(frozen=True)
 class Auditor:
-    """Audits plans of one graph, for steps of so many microbatches. Gathers of weights are priced
-    as if each was waited for, as placements and bounds add them up.
-    """
+    """Audits plans of one graph, for steps of so many microbatches."""
 
     graph: IRGraph
     config: ComputeConfig
@@ -79,12 +77,10 @@ class Auditor:
                 self.hardware,
                 optimizer=self.optimizer,
                 times=self.times,
-                gathers_ahead=False,
             )
         return audit(
             lower(graph, plan), self.config, self.hardware,
             optimizer=self.optimizer, times=self.times, num_microbatches=self.num_microbatches,
-            gathers_ahead=False,
         )  # fmt: skip
 
 

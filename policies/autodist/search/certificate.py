@@ -172,9 +172,9 @@ def _requests_by_pipeline(result: SearchResult) -> dict[Pipeline, list[CutReques
     return found
 
 
-WAITED_FOR = (
-    "step and bound have every gather of a weight as if it were waited for; the program begins "
-    "them one weight ahead, so `simulate` may find less than both"
+HIDDEN = (
+    "gathers of weights are hidden in the bound, as far as the device can: the program begins them "
+    "one weight ahead, and the step has what operators do not hide"
 )
 """What certificates say of plans whose weights lie in pieces over units (ZeRO-3)."""
 
@@ -199,7 +199,7 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
             "itself"
         )
     if best.plan.zero:
-        proof.append(WAITED_FOR)
+        proof.append(HIDDEN)
     return Certificate(
         best.step_s,
         min(least_s, best.step_s) / speed,

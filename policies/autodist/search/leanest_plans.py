@@ -61,8 +61,9 @@ class LeastMemory:
         for placed_mesh in sorted(placed_meshes, key=lambda placed_mesh: placed_mesh.num_positions):
             # Computing layers again first, then not; fewer bytes for what is momentary, then more.
             # Those with all layers computed again first: they take least memory.
+            # What lies in pieces to save memory is gathered for its price.
             requests = [
-                request
+                replace(request, hides_gathers=False)
                 for request in reversed(placed_mesh.further)
                 if request.memory_weight is None
             ]

@@ -64,6 +64,7 @@ class MeshPlacing:
             mesh,
             pp_place,
             self._despite_overlap(fastest, num_positions),
+            first,
             tuple(further),
             memory_binds=binds,
             never_fits=least_s == float("inf"),

@@ -30,6 +30,9 @@ SURE_SHARES = (0.93, 1.0)
 out some per cent of what programs take. The second share counts where the first is too little.
 """
 
+EXPOSED = 0.01
+"""The share of a forward and backward that gathers must add to them to be placed as waited for."""
+
 WITHIN_REACH = 1.1
 """Where time is scarce a schedule that took more than that many times the best plan's step with one
 placement is not tried with another one on the same mesh.
@@ -79,10 +82,14 @@ class MeshTrials:
         title = mesh_title(number, placed_mesh.mesh, pp_place)
         # Placements that were cut: another request may give the same.
         seen: list[Plan] = []
+        fits = False
         named_schedules: Sequence[NamedSchedule] = self.schedules_to_try(placed_mesh)
         self._bounds.bound_schedules(placed_mesh, named_schedules)
         steps_s: dict[NamedSchedule, float] = {}  # the best so far
         for request in self._requests(placed_mesh):
+            # As it is, without computing anything again: further placements only save memory.
+            if fits and not (request and request.waits):
+                return
             placed = placed_mesh.fastest
             if request is not None:
                 found = self._state.placed(request, title)
@@ -105,9 +112,7 @@ class MeshTrials:
             without_schedule = NamedSchedule("", 1)
             cut_request = CutRequest(title, (lowered,), number, without_schedule, pp_place)
             tried = self.try_schedules(cut_request, named_schedules)
-            # It fits without computing anything again: further placements only save memory.
-            if any(not candidate.plan.recompute for candidate in tried.values()):
-                return
+            fits |= any(not candidate.plan.recompute for candidate in tried.values())
             before_s = min(steps_s.values(), default=float("inf"))
             for named_schedule, candidate in tried.items():
                 known_s = steps_s.get(named_schedule, float("inf"))
@@ -138,14 +143,30 @@ class MeshTrials:
         """
         if not (self._pace.hurries() and placed_mesh.memory_binds and placed_mesh.further):
             yield None
-        for request in placed_mesh.further:
+        further = list(placed_mesh.further)
+        # Where gathers of the fastest placement are not hidden after all, they are waited for.
+        if not self._pace.hurries() and self._is_exposed(placed_mesh):
+            further = [
+                replace(request, hides_gathers=False) for request in (placed_mesh.request, *further)
+            ]
+        for request in further:
             if self._pace.may_end(LAST_SHARE) or not self._state.may_place(placed_mesh.mesh):
                 return self._state.end_by_time()
             if not self._pace.hurries():
                 yield request
             # The last request is the one that needs least memory.
-            elif request is placed_mesh.further[-1]:
+            elif request is further[-1]:
                 yield replace(request, hurried=True)
+
+    def _is_exposed(self, placed_mesh: PlacedMesh) -> bool:
+        """Whether much of what the fastest placement gathers is not hidden behind operators, though
+        it was placed as if it were.
+        """
+        number, mesh, pp_place = placed_mesh.where
+        ranks = position_ranks(mesh, number, pp_place)[0]
+        walk = self._state.lowered(placed_mesh.fastest, ranks).walk
+        work_s = sum(walk.forward_s) + sum(walk.backward_s)
+        return walk.exposed_s > EXPOSED * work_s
 
     def try_schedules(
         self, cut_request: CutRequest, named_schedules: Sequence[NamedSchedule]

@@ -44,8 +44,10 @@ on: meshes differ by more, and the time is for all of them. On a mesh that is gi
 models, placements are made as good as time allows.
 """
 
-Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
-"""What does not change between placements, by mesh and the ranks that it lies on."""
+Pricings = dict[tuple[Mesh, tuple[int, ...], bool], Pricing]
+"""What does not change between placements, by mesh, the ranks that it lies on, and whether gathers
+of weights are priced as hidden.
+"""
 
 SHARE = 0.02
 """The share of the time limit for a placement that need not be better."""
@@ -104,13 +106,16 @@ class Placer:
             else self._clock.moment(PLACING_SHARE),
             hurried=mesh_request.hurried,
             optimizer=self._optimizer,
+            hides_gathers=mesh_request.hides_gathers,
         )
 
     def pricing_of(self, request: PlacementRequest) -> Pricing:
-        """What requests for one mesh share; on other ranks, as far as it is the same there."""
-        key = request.mesh, request.ranks
+        """What requests for one mesh share; on other ranks, or with another price of gathers, as
+        far as it is the same there.
+        """
+        key = request.mesh, request.ranks, request.hides_gathers
         if key not in self._pricings:
-            like = (known for (mesh, _), known in self._pricings.items() if mesh == request.mesh)
+            like = (known for (mesh, *_), known in self._pricings.items() if mesh == request.mesh)
             self._pricings[key] = Pricing(request, next(like, None))
         return self._pricings[key]
 

@@ -324,6 +324,7 @@ class SearchState:
             self.optimizer,
             self.times,
             self.space.num_microbatches,
+            gathers_ahead=True,
         )
 
     def _over_units(self, placed: PlacedModel) -> PlacedModel:

@@ -24,9 +24,10 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
     gradient_bytes,
     kept_bytes,
 )
-from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.adapter_time import message_s, movement_of, step_time
 from shardwright.compiler.cost.time.after_backward import parameter_s
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
+from shardwright.compiler.cost.time.body_time import hidden_gathers
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
@@ -48,7 +49,8 @@ from shardwright.runtime.layout import Layout, Mesh
 class Setting:
     """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on.
     ``num_microbatches``: of a step. ``counts_kept``: whether what operators keep for the backward
-    is asked for; where memory has no limit, nobody reads it.
+    is asked for; where memory has no limit, nobody reads it. ``gathers_ahead``: what is hidden of
+    gathers of weights costs nothing, as in an audit; else each is priced as if it were waited for.
     """
 
     hardware: Hardware
@@ -58,6 +60,7 @@ class Setting:
     times: OperatorTimes | None = None
     num_microbatches: int = 1
     counts_kept: bool = True
+    gathers_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Held:
 
 ALIKE = (
     "by_place",
+    "hidden",
     "times",
     "forward_s",
     "backward_s",
@@ -145,8 +149,49 @@ class Walk:
 
     @cached_property
     def times(self) -> tuple[OpTime, ...]:
-        """Seconds of the instructions, in order."""
+        """Seconds of the instructions, in order, without what is hidden."""
+        both = zip(self._waited, self.hidden, strict=True)
+        return tuple(OpTime(t.forward_s - h[0], t.backward_s - h[1]) for t, h in both)
+
+    @cached_property
+    def hidden(self) -> tuple[tuple[float, float], ...]:
+        """What of each instruction costs nothing, forward and backward: gathers of weights that the
+        program begins one weight ahead, if nothing is computed again. In a stage its first ones
+        are waited for, which is left out here: so no stage takes less.
+        """
+        none = (0.0, 0.0)
+        program, setting = self.program, self.setting
+        if not setting.gathers_ahead or program.plan.loops:
+            return (none,) * len(self.by_place)
+        # An adapter that gathers again has both times of the gather here.
+        times = [
+            OpTime(t.forward_s, t.backward_s - t.forward_s * self._is_gathered_again(item))
+            for (_, item), t in zip(self.by_place, self._waited, strict=True)
+        ]
+        ranks = setting.ranks, self.storage_ranks
+        trains = not setting.config.inference_only
+        found = hidden_gathers(program, setting.hardware, *ranks, times, trains=trains)
+        return tuple(found.get(position, none) for position in range(len(times)))
+
+    @cached_property
+    def _waited(self) -> tuple[OpTime, ...]:
+        """Seconds of the instructions, if every gather is waited for."""
         return tuple(self.time_of(instruction) for _, instruction in self.by_place)
+
+    @property
+    def exposed_s(self) -> float:
+        """What gathers of weights take that could be hidden and is not, forward and backward."""
+        hardware, found = self.setting.hardware, 0.0
+        where = self.storage_mesh, self.storage_ranks, hardware
+        for (_, item), hidden in zip(self.by_place, self.hidden, strict=True):
+            if isinstance(item, Adapt) and item.gathers_weight:
+                movement = movement_of(item.step, item.of.dtype, self.storage_mesh)
+                count = 2 if self._is_gathered_again(item) else 1
+                found += count * hardware.device.overlap * message_s(movement, *where) - sum(hidden)
+        return found
+
+    def _is_gathered_again(self, item: Step) -> bool:
+        return isinstance(item, Adapt) and item.result.name in self._gathered_again
 
     @cached_property
     def forward_s(self) -> list[float]:
@@ -170,11 +215,15 @@ class Walk:
         """What it takes to compute the operators of a range again, and saves, in a stage that ends
         at place ``end``: by default that of the whole model. Adapters in front of the range, as
         emission puts them, run once.
+
+        What the range gathers in its second run is waited for: nothing of that is hidden any more.
+        In the place of its last gather, that of the operators before it is begun ahead.
         """
         # The instructions of these operators, and the adapters among them.
+        own = slice(self._first[start], self._first[stop])
         inside = [
             (item, time)
-            for place, item, time in self._timed[self._first[start] : self._first[stop]]
+            for (_, item), time in zip(self.by_place[own], self._waited[own], strict=True)
         ]
         last = len(self._first) if end is None else end
 
@@ -190,6 +239,8 @@ class Walk:
             for item, t in inside
             if not (isinstance(item, Adapt) and item.result.name in others)
         )
+        hidden_s = [back_s for _, back_s in self.hidden[own] if back_s]
+        seconds += sum(hidden_s[:-1])
         return Again(seconds, float(self.kept.saved(start, stop, names)))
 
     def backward_parts(self, start: int, stop: int) -> tuple[float, float]:
@@ -215,12 +266,23 @@ class Walk:
         yield inputs_s, weights_s
         # Every place has an operator.
         for _, inside in groupby(zip(timed, parts, strict=True), key=lambda item: item[0][0]):
-            for (_, item, time), (first_s, second_s) in inside:
-                if isinstance(item, Adapt) and item.result.name in self._gathered_again:
+            for (_, item, _), (first_s, second_s) in inside:
+                if self._is_gathered_again(item):
                     # for the gradient of what it is multiplied with
-                    first_s, second_s = first_s + time.forward_s, second_s - time.forward_s
+                    again_s = self.regathered_s[id(item)]
+                    first_s, second_s = first_s + again_s, second_s - again_s
                 inputs_s, weights_s = inputs_s + first_s, weights_s + second_s
             yield inputs_s, weights_s
+
+    @cached_property
+    def regathered_s(self) -> dict[int, float]:
+        """What each gather takes that runs again in the backward, by identity."""
+        timed = zip(self.by_place, self._waited, self.hidden, strict=True)
+        return {
+            id(item): waited.forward_s - hidden[1]
+            for (_, item), waited, hidden in timed
+            if self._is_gathered_again(item)
+        }
 
     def _parts_of(self, item: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
         key = item.original.name, inside

@@ -14,6 +14,7 @@ import torch
 from covers import spread
 from torch import Tensor, nn
 
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
@@ -49,13 +50,22 @@ def stack() -> PlannableGraph:
     return planning.graph_of(Stack(), {"x": torch.randn(8, 4, 16)})
 
 
+def whole_weight(weight: IRValue) -> str:
+    return f"[{', '.join(map(str, weight.shape))}] G(dp)"
+
+
 def searched(
     num_ranks: int, bytes_per_s: float, fields: dict[str, Any], **options: Any
 ) -> tuple[SearchResult, str]:
-    """Only the batch may be split, so that every gradient is summed over ``dp``."""
+    """Only the batch may be split, and weights are whole, so that every gradient is summed over
+    ``dp`` and nothing is gathered.
+    """
     assert stack().dims is not None
     forbid = {dim.name: ("dp",) for dim in stack().dims.classes if dim.name != "batch"}
-    chosen = AutodistOptions(mesh={"dp": 2}, forbid=forbid, time_limit_s=1e3, **options)
+    stored = {str(weight.fqn): whole_weight(weight) for weight in stack().parameters}
+    chosen = AutodistOptions(
+        mesh={"dp": 2}, forbid=forbid, stored=stored, time_limit_s=1e3, **options
+    )
     config = ComputeConfig(
         plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss", **fields
     )  # fmt: skip

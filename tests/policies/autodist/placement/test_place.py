@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from planning import audited_s, mesh_of, request
 from plans import zoo_graph
 from torch import Tensor, nn
 
-from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.audit import audit, time_of_step
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.op import IROp
@@ -32,6 +33,8 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.entry import trace
+from shardwright.policies.autodist.autodist_policy import search
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement import place as place_module
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
@@ -255,6 +258,11 @@ class Chain(nn.Module):
 
 def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
     """The least audited cost over all choices of operators and stores."""
+    return min(audited_s(wanted.graph, plan, wanted) for plan in every_plan(wanted, formulation))
+
+
+def every_plan(wanted: PlacementRequest, formulation: Formulation) -> Iterator[Plan]:
+    """The plans of all choices of operators and stores."""
     chosen = [node for node in formulation.nodes if isinstance(node, OpNode | StoreNode)]
     indices = [
         index
@@ -262,12 +270,8 @@ def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
         if isinstance(node, OpNode | StoreNode)
     ]
     sizes = [len(formulation.problem.node_costs[index]) for index in indices]
-    assert math.prod(sizes) <= 3_000, sizes
-    best = math.inf
-    full = [0] * len(formulation.nodes)
+    assert math.prod(sizes) <= 4_000, sizes
     for choice in itertools.product(*map(range, sizes)):
-        for index, option in zip(indices, choice, strict=True):
-            full[index] = option
         strategies = {
             n.op.name: n.choices.assignments[o]
             for n, o in zip(chosen, choice, strict=True)
@@ -278,9 +282,7 @@ def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
             for n, o in zip(chosen, choice, strict=True)
             if isinstance(n, StoreNode)
         }
-        plan = Plan(wanted.mesh, strategies, stored)
-        best = min(best, audited_s(wanted.graph, plan, wanted))
-    return best
+        yield Plan(wanted.mesh, strategies, stored)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +301,62 @@ def test_no_plan_at_all_is_better(module: type[nn.Module], bytes_per_s: float) -
     found = placed(wanted)
     assert math.isclose(found.cost_s, brute_force(wanted, found.formulation), rel_tol=1e-12)
     assert found.gap == 0.0
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)).sum()
+
+
+@pytest.mark.parametrize(
+    "bytes_per_s", [1e3, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e2, 1e5))]
+)
+def test_no_plan_at_all_is_below_the_bound_with_gathers_ahead(bytes_per_s: float) -> None:
+    """All plans of two weights that lie in pieces over two units: none takes less than the bound in
+    which gathers are hidden, and the search has the best of them. That of the price in which they
+    are waited for is no bound.
+    """
+    graph = planning.graph_of(Pair(), {"x": torch.randn(8, 16)})
+    hardware = planning.slow_machine(4, bytes_per_s=bytes_per_s)
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=3)
+    wanted = request(graph, mesh_of("2"), hardware, config=config)
+    hidden, waited = placed(replace(wanted, hides_gathers=True)), placed(wanted)
+
+    def step_s(plan: Plan) -> float:
+        program = lower(graph, replace(plan, zero=units_of_storage(config)))
+        return time_of_step(program, config, hardware).step_s
+
+    best_s = min(map(step_s, every_plan(wanted, waited.formulation)))
+    assert hidden.bound_s <= best_s * (1 + 1e-12) < waited.bound_s
+    found = search(graph, config, AutodistOptions(mesh={"x": 2}, simpler_within=0.0), hardware)
+    assert found.best is not None
+    assert found.best.step_s == pytest.approx(best_s, rel=1e-12)
+    assert found.bound_s == pytest.approx(hidden.bound_s, rel=1e-12)
+
+
+def test_weights_lie_in_pieces_where_gathers_are_hidden() -> None:
+    """A gather takes 20 ms, and 26 ms of products hide that of the second weight in forward. So to
+    gather it twice, and reduce-scatter its gradient, takes 40 ms, and the all-reduce of a whole one
+    43 ms with its update. Waited for, the gathers would take 20 ms more.
+    """
+    graph = planning.graph_of(Pair(), {"x": torch.randn(128, 16)})
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    hardware = planning.slow_machine(2, bytes_per_s=1e5)
+    assert graph.dims is not None
+    forbid = {dim.name: ("x",) for dim in graph.dims.classes if dim.name != "batch"}
+    options = AutodistOptions(mesh={"x": 2}, forbid=forbid, simpler_within=0.0)
+    found = search(graph, config, options, hardware).best
+    assert found is not None
+    fixed = Constraints({}, forbid, {})
+    waited = placed(request(graph, mesh_of("2"), hardware, config=config, constraints=fixed))
+    step_s = time_of_step(lower(graph, waited.plan), config, hardware).step_s
+    assert found.step_s < step_s - 0.002
+    layouts = [str(plan.stored["down.weight"]) for plan in (waited.plan, found.plan)]
+    assert layouts[0] == "[16, 64] G(x)" and "/x" in layouts[1]
 
 
 def test_no_random_plan_is_below_the_bound() -> None:

@@ -17,7 +17,11 @@ from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.policies.autodist.candidates.mesh_requests import PlacedMesh, PlacedModel
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    MeshRequest,
+    PlacedMesh,
+    PlacedModel,
+)
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -78,7 +82,9 @@ def test_no_plan_in_zigzag_is_below_its_bound() -> None:
         placed = place(request)
         assert not isinstance(placed, Infeasible)
         fastest = PlacedModel(placed.plan, placed.bound_s, placed.proof, "")
-        placed_mesh = PlacedMesh(number, in_pieces, 0, fastest, ())
+        placed_mesh = PlacedMesh(
+            number, in_pieces, 0, fastest, MeshRequest(in_pieces, ranks, COUNT), ()
+        )
         names = ("1f1b", "zb_h1")
         named_schedules = [NamedSchedule(name, SCHEDULES[name].min_chunks) for name in names]
         own = named_schedules if number > 1 else [NamedSchedule("", 1)]

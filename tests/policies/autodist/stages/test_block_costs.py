@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from planning import mesh_of, slow_machine
@@ -71,6 +72,39 @@ def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) 
     ).blocks  # regions that the model has already
     assert sum(block.backward_s for block in own) == pytest.approx(body.backward_s, rel=1e-12)
     assert [block.activation_bytes for block in own] == [block.activation_bytes for block in blocks]
+
+
+@pytest.mark.parametrize(
+    "bytes_per_s", [3e4, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e3, 1e6))]
+)
+@pytest.mark.parametrize("recomputed", [(), ("transformer.h.1",), ("transformer.h.*",)])
+def test_blocks_hide_what_their_program_begins_ahead(
+    recomputed: tuple[str, ...], bytes_per_s: float
+) -> None:
+    """Of weights in pieces over two units: of the whole model exactly, but for what is computed
+    again; of a stage no less, and more only by what its first gathers wait.
+    """
+    graph, mesh = zoo_graph("gpt2"), mesh_of("2")
+    hardware = slow_machine(4, bytes_per_s=bytes_per_s)
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=3)
+    plan = replace(graph.builder(mesh=mesh).split("batch", "x").plan(), zero=2)
+    starts, layers = layer_blocks(graph)
+    parts = layer_parts(graph, starts, layers)
+    setting = Setting(hardware, config, (0, 1), gathers_ahead=True)
+    marked = mark_recompute(graph, recomputed)
+    walk = Walk(lower(graph, plan), setting)
+    again = {op.module_path for op in marked.ops if op.region is not None}
+    blocks = block_costs(walk, starts, parts, lambda part: part.path in again).blocks
+    body = body_time(lower(marked, plan), hardware, (0, 1))
+    waited = body_time(lower(marked, plan), hardware, (0, 1), gathers_ahead=False)
+    forward_s, backward_s = (
+        sum(getattr(block, name) for block in blocks) for name in ("forward_s", "backward_s")
+    )
+    assert forward_s == pytest.approx(body.forward_s, rel=1e-12) and forward_s < waited.forward_s
+    if not recomputed:
+        assert backward_s == pytest.approx(body.backward_s, rel=1e-12)
+        assert backward_s < waited.backward_s and walk.exposed_s > 0
+    assert 0.9 * body.backward_s < backward_s <= body.backward_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("use_zero", [0, 1])

@@ -4,10 +4,11 @@ The time of a plan without stages is a sum. Operators and adapters count once pe
 Adapters block, but for those that the program starts early: what is hidden of these behind
 operators is left out (``body_time.py``, ``gathers_ahead.py``). Once per step come the reduction of
 gradients, the exchange of whole tensors where the optimizer needs them, the optimizer's pass, and
-the gathering of what other ranks updated. Planners minimise exactly this sum, without what is
-hidden. Where the config overlaps communication, sums run beside the last backward and gatherings
-beside the first forward (``overlap.py``). The time of a pipeline comes from its schedule, simulated
-with the times of its stages and messages (``pipeline_time.py``).
+the gathering of what other ranks updated. Planners minimise this sum, with gathers of weights as
+hidden or as waited for, and compare plans by their audits. Where the config overlaps communication,
+sums run beside the last backward and gatherings beside the first forward (``overlap.py``). The time
+of a pipeline comes from its schedule, simulated with the times of its stages and messages
+(``pipeline_time.py``).
 
 Example: 4 microbatches of 2 ms forward and 4 ms backward, 3 ms for the gradients' all-reduce and
 1 ms for Adam take 4 * (2 + 4) + 3 + 1 = 28 ms, if nothing overlaps.
@@ -60,7 +61,7 @@ def audit(
     ``num_microbatches``: the samples of a step whose gradients are added up (default: those of the
     plan's schedule; without stages those of its batch, 1 without one). ``gathers_ahead``: weights
     are gathered one ahead, as the runtime does it, and what is hidden of that costs nothing;
-    without it each is priced as if it were waited for, as planners add it up. The ranks of the job
+    without it each is priced as if it were waited for. The ranks of the job
     are the first devices of ``hardware``, unit after unit.
 
     Raises:

@@ -81,8 +81,8 @@ def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) 
 def test_blocks_hide_what_their_program_begins_ahead(
     recomputed: tuple[str, ...], bytes_per_s: float
 ) -> None:
-    """Of weights in pieces over two units: of the whole model exactly, but for what is computed
-    again; of a stage no less, and more only by what its first gathers wait.
+    """Blocks take as long as the whole program with weights in pieces over two units. With layers
+    computed again they take no longer: their last gather may begin ahead of a larger product.
     """
     graph, mesh = zoo_graph("gpt2"), mesh_of("2")
     hardware = slow_machine(4, bytes_per_s=bytes_per_s)

@@ -211,7 +211,7 @@ def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
     hardware = load_hardware("a100-80gb", 4)
     config = config_of(4)
     program = compile_graph(graph, lambda g, c: plan, config).program
-    cost = audit(program, config, hardware, num_microbatches=update_freq, gathers_ahead=False)
+    cost = audit(program, config, hardware, num_microbatches=update_freq)
     assert plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
     assert 0 < plan.certificate.bound_s <= plan.certificate.cost_s
     assert len(plan.certificate.found) == 2, "a line for every mesh"
@@ -266,7 +266,6 @@ def test_times_measured_on_the_machine_are_used(tmp_path: Path) -> None:
         config,
         hardware,
         times=times,
-        gathers_ahead=False,
     )
     assert measured.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
 

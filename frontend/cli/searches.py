@@ -383,7 +383,9 @@ def run_plan(options: argparse.Namespace) -> int:
         console.print(f"plan: {options.out}", soft_wrap=True)
     if options.html is not None:
         sections = [certificate_section(plan.certificate), candidate_section(found)]
-        facts = [("could be saved at most", f"{plan.certificate.gap:.2%}")]
+        certificate = plan.certificate
+        saved = f"{certificate.gap:.2%}, by the bound for {certificate.covers}"
+        facts = [("could be saved at most", saved)]
         facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
         limit_gb = asked.options.memory_limit_gb
         request = _request(asked, found, searched)

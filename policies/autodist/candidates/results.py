@@ -141,6 +141,21 @@ NOT_SEARCHED = "not searched"
 """How the reason begins why nothing is known of something."""
 
 
+@dataclass(frozen=True)
+class NotCompared:
+    """A mesh where the simple policies may have a better plan, as there was no time to tell.
+
+    ``search``: the title of the search it belongs to, if there are several. ``bound_s``: what no
+    plan on it takes less than, 0 where that is not known; ``likely_s``: about what their best plan
+    takes, infinite where that is not known.
+    """
+
+    title: str
+    bound_s: float = 0.0
+    likely_s: float = float("inf")
+    search: str = ""
+
+
 @dataclass
 class SearchResult:
     """What a search has found. It is valid at any time.
@@ -157,8 +172,7 @@ class SearchResult:
       or nothing was found that fits.
     - ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     - ``arithmetic_bound_s``: the seconds that no plan is below, searched or not.
-    - ``not_compared``: the meshes where the simple policies may have a better plan, as there was no
-      time to tell; ``is_compared``: whether there are others.
+    - ``not_compared``: see :class:`NotCompared`; ``is_compared``: whether there are other meshes.
     - ``interrupted``: what ended the search before its end, in words; ``searched``: the searches
       that this is of, where there were several.
     """
@@ -176,7 +190,7 @@ class SearchResult:
     interrupted: str | None = None
     seconds: float = 0.0
     searched: str = ""
-    not_compared: list[str] = field(default_factory=list)
+    not_compared: list[NotCompared] = field(default_factory=list)
     is_compared: bool = False
     arithmetic_bound_s: float = 0.0
 
@@ -219,16 +233,28 @@ class SearchResult:
     @property
     def least_bounded(self) -> tuple[float, str]:
         """The least of all bounds, and the title of what has it; none is below the arithmetic
-        bound.
+        bound. What is on a mesh that the search did not come to has none (``without_bound``).
         """
+        left_out = self.without_bound
         bounds = [
-            (candidate.bound_s, candidate.title) for candidate in (*self.audited, *self.others)
+            (candidate.bound_s, candidate.title)
+            for candidate in (*self.audited, *self.others)
+            if candidate.title not in left_out
         ]
         bounds += [
             (bound, title) for title, bound in (*self.bounds.items(), *self.unanswered.items())
         ]
         least = min(bounds, key=lambda item: item[0], default=(float("inf"), ""))
         return max(least, (self.arithmetic_bound_s, ARITHMETIC), key=lambda item: item[0])
+
+    @property
+    def without_bound(self) -> set[str]:
+        """The titles of candidates on meshes that the search did not come to. The answer is never
+        among them: without a bound of its own it has that of the arithmetic.
+        """
+        answers = [candidate.title for candidate in (self.best, self.answer) if candidate]
+        titles = {candidate.title for candidate in self.tried if candidate.bound_s <= 0.0}
+        return titles.difference(answers)
 
     @property
     def rests_on_arithmetic(self) -> bool:

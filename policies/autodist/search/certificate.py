@@ -8,6 +8,7 @@ stages), and lists every mesh that was tried with its own bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
@@ -19,9 +20,10 @@ from shardwright.policies.autodist.candidates.results import (
     NOT_SEARCHED,
     Candidate,
     CutRequest,
+    NotCompared,
     SearchResult,
 )
-from shardwright.policies.autodist.candidates.titles import first_of
+from shardwright.policies.autodist.candidates.titles import first_of, mesh_title
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.scheduled import ScheduledBound
 
@@ -97,7 +99,7 @@ def raise_bounds(state: SearchState) -> None:
             cut_requests = asked.get(_pipeline(tried), [])
         if cut_requests and tried.plan.stages:
             waiting.append(_Raising(tried.bound_s, cut_requests, tried, tried.split_bound_s))
-        else:
+        elif tried.title not in result.without_bound:
             rest.append(tried.bound_s)
     for title, bound_s in result.bounds.items():
         if title in result.bounded:
@@ -215,13 +217,16 @@ def _covers(result: SearchResult) -> str:
     """What the bound is of: meshes, and schedules of pipelines on them."""
     if result.rests_on_arithmetic:
         return "any plan at all"
-    titles = {candidate.title for candidate in result.tried} | {*result.bounds, *result.unanswered}
+    titles = {candidate.title for candidate in result.tried} - result.without_bound
+    titles |= {*result.bounds, *result.unanswered}
     # What was refused cannot be, or takes longer than others by its own bound.
     titles |= {title for title, why in result.refused.items() if not why.startswith(NOT_SEARCHED)}
     has_stages = bool(result.bounded) or any(candidate.plan.stages for candidate in result.tried)
     meshes = "one mesh" if len(titles) == 1 else f"{len(titles)} meshes"
     words = f"any plan on {meshes}" + (" and schedules" if has_stages else ", without pipelines")
-    return words if result.interrupted is None else f"{words}, of more that it did not come to"
+    has_all = result.interrupted is None and not result.without_bound
+    came_to = "the one" if len(titles) == 1 else "those"
+    return words if has_all else f"{words}, {came_to} that the search came to"
 
 
 def _space(result: SearchResult, best: Candidate) -> str:
@@ -246,7 +251,7 @@ def _proof(result: SearchResult, best: Candidate) -> list[str]:
             "for every split between blocks"
         )
         return [words, *_not_in_bound(result)]
-    proof = [best.placed[0].proof]
+    proof = [_of_placement(best)]
     if best.is_simple:
         proof.append(
             "the bound is of other placements: the plan is a simple policy's, which the search has "
@@ -260,6 +265,16 @@ def _proof(result: SearchResult, best: Candidate) -> list[str]:
     if result.tried_mixed:
         proof.append("stages that differ were searched with their candidate placements")
     return [*proof, *_not_in_bound(result)]
+
+
+def _of_placement(best: Candidate) -> str:
+    """What is known of the placement behind the best plan. It says nothing of other meshes."""
+    placed = best.placed[0]
+    where = mesh_title(1, placed.plan.mesh)
+    if best.plan.stages:
+        return f"the placement of its stages, on {where} each, by itself: {placed.proof}"
+    whose = "the placement of the search" if best.is_simple else "the placement"
+    return f"{whose} on {where}: {placed.proof}"
 
 
 def _faster_but_less_simple(result: SearchResult) -> list[str]:
@@ -289,17 +304,32 @@ def _what_was_left_out(result: SearchResult) -> list[str]:
     if result.interrupted is not None:
         ended = f"the search was ended by {result.interrupted}"
         if not result.rests_on_arithmetic:
-            ended += ": meshes that it did not come to are not in the bound"
+            ended += "; of the meshes that it did not come to the bound says nothing"
         words.append(ended)
     if result.not_compared:
-        which = "any of them"
-        if result.is_compared:
-            which = f"those on {first_of(result.not_compared)}"
+        which = _in_groups(result.not_compared) if result.is_compared else "any of them"
         words.append(
             "the simple policies may have a better plan: there was no time to compare it with "
             f"{which}"
         )
     return words
+
+
+MOST_NAMED = 2
+"""Meshes that were not compared and are named; of more, so many, the most likely ones."""
+
+
+def _in_groups(not_compared: Sequence[NotCompared]) -> str:
+    """Where plans were not compared: the meshes, or how many there are and the most likely."""
+    # What is not known of a mesh puts it last.
+    likely = sorted(not_compared, key=lambda each: (each.likely_s, each.bound_s))
+    # Titles have commas.
+    named = "; ".join(each.title for each in likely[:MOST_NAMED])
+    if len(likely) <= MOST_NAMED:
+        return f"those on {named}"
+    searches = {each.search for each in likely}
+    of_searches = f" in {len(searches)} of these searches" if len(searches) > 1 else ""
+    return f"those on {len(likely)} meshes{of_searches}, the most likely of them: {named}"
 
 
 def _tried(result: SearchResult) -> list[str]:

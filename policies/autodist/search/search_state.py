@@ -224,6 +224,10 @@ class SearchState:
             ) * self.slower(number)
         return self._likely_s[where]
 
+    def known_likely_s(self, where: PipelineMesh) -> float:
+        """What :meth:`likely_s` has said of a mesh; infinite if it was not asked."""
+        return self._likely_s.get(where, float("inf"))
+
     def estimate_in_zigzag(self) -> None:
         """Estimate meshes with an axis in zigzag by a program of their own from now on, which takes
         longer. Without it they are taken to be as good as the same meshes with one piece each.

@@ -23,6 +23,7 @@ from shardwright.policies.autodist.candidates.results import (
     Candidate,
     CutRequest,
     LoweredPlacement,
+    NotCompared,
 )
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
@@ -240,7 +241,9 @@ class SimplePolicies:
                 self.result.is_compared = True
             else:
                 mesh = known[where].fastest.plan.mesh if where in known else mesh
-                self.result.not_compared.append(mesh_title(number, mesh, pp_place))
+                title = mesh_title(number, mesh, pp_place)
+                likely_s = self.state.known_likely_s(where)
+                self.result.not_compared.append(NotCompared(title, self._bound_s(where), likely_s))
 
     def _bound_s(self, where: PipelineMesh) -> float:
         """What no plan on a mesh takes less than: as the model was placed on it, or, in zigzag, on

@@ -33,6 +33,7 @@ from shardwright.policies.autodist.candidates.results import (
     Candidate,
     SearchResult,
 )
+from shardwright.runtime.activity import preceded
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -175,21 +176,32 @@ class Subsearches:
                     f"{NOT_SEARCHED}, as {max(left, 0.0):.0f} s were left, and the quickest search "
                     f"took {quickest_s:.0f} s"
                 )
-                total.interrupted = _time_over(time_limit_s)
+                total.interrupted = _time_over(time_limit_s, len(self.listed))
                 continue
             worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
             try:
                 # The time that is left is dealt evenly among those that are left.
-                found = one(subsearch, max(left, 0.0) / (len(self.listed) - index), worth_s)
+                share_s = max(left, 0.0) / (len(self.listed) - index)
+                number = f"{index + 1} of {len(self.listed)}, " if len(self.listed) > 1 else ""
+                with preceded(f"{number}{subsearch.title}: "):
+                    found = one(subsearch, share_s, worth_s)
             except KeyboardInterrupt:
                 if total.best is None:
                     raise
                 found = SearchResult(interrupted=INTERRUPT)
-            _add(total, found, subsearch, time_limit_s)
+            _add(total, found, subsearch)
+            if found.interrupted is not None and total.interrupted != INTERRUPT:
+                is_by_hand = found.interrupted == INTERRUPT
+                over = _time_over(time_limit_s, len(self.listed))
+                total.interrupted = INTERRUPT if is_by_hand else over
             begun.append(subsearch)
             quickest_s = min(quickest_s or math.inf, found.seconds)
         total.seconds = time.monotonic() - began
         total.searched = _in_words(begun)
+        if total.best is not None:
+            # A later search may have found what these cannot beat.
+            beaten_s = total.best.step_s
+            total.not_compared = [each for each in total.not_compared if each.bound_s < beaten_s]
         if len(begun) < len(self.listed):
             of = f"{len(begun)} of {len(self.listed)} combinations"
             total.searched += f" ({of}; no time was left for others)"
@@ -201,9 +213,7 @@ def _samples(graph_of_batch: tuple[Batch | None, PlannableGraph]) -> int:
     return 0 if batch is None else batch.samples
 
 
-def _add(
-    total: SearchResult, found: SearchResult, subsearch: Subsearch, time_limit_s: float
-) -> None:
+def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None:
     # Titles get the name of the subsearch: several may have one title.
     total.audited = sorted(
         [*total.audited, *map(subsearch.of, found.audited)], key=lambda candidate: candidate.step_s
@@ -220,21 +230,21 @@ def _add(
         total.least, (found.least[0], f"{found.least[1]}, {subsearch.title}", found.least[2])
     )
     total.unbounded += [f"{title}, {subsearch.title}" for title in found.unbounded]
-    total.not_compared += [f"{title}, {subsearch.title}" for title in found.not_compared]
+    total.not_compared += [
+        replace(each, title=f"{each.title}, {subsearch.title}", search=subsearch.title)
+        for each in found.not_compared
+    ]
     # Some search had time for some simple policy: then the message names what was left, not all.
     total.is_compared |= found.is_compared
     total.arithmetic_bound_s = min(total.arithmetic_bound_s, found.arithmetic_bound_s)
     total.unanswered |= {
         f"{title}, {subsearch.title}": bound for title, bound in found.unanswered.items()
     }
-    if found.interrupted is not None:
-        total.interrupted = (
-            INTERRUPT if found.interrupted == INTERRUPT else _time_over(time_limit_s)
-        )
 
 
-def _time_over(time_limit_s: float) -> str:
-    return f"the time limit of {time_limit_s:.0f} s (in shares)"
+def _time_over(time_limit_s: float, num_searches: int) -> str:
+    limit = f"the time limit of {time_limit_s:.0f} s"
+    return limit if num_searches == 1 else f"{limit}, which {num_searches} searches share"
 
 
 def _check_no_stages(stages: Sequence[int] | None, config: ComputeConfig) -> None:

@@ -25,7 +25,7 @@ from shardwright.frontend.cli.searches import candidate_rows
 from shardwright.policies.autodist.autodist_policy import search, search_each, settled
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC, arithmetic_bound_s
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
-from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.results import NotCompared, SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.simple_policies import NO_BOUND
@@ -167,7 +167,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     ended = SearchResult(
         audited=[unplaced],
         interrupted="the time limit of 1 s",
-        not_compared=["x=4"],
+        not_compared=[NotCompared("x=4")],
         arithmetic_bound_s=least,
     )
     stated = settled(ended, config, hardware).certificate
@@ -182,6 +182,16 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     assert stated.covers == "any plan at all"
     assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")
     assert candidate_rows(ended)[0][2] == amount(least, "s")
+
+    # Beside a plan with a bound of its own it takes nothing away from that bound.
+    beside = replace(unplaced, title="x=4, as a simple policy has it", cost=None, predicted_s=9.0)
+    ended.audited = [found.best, beside]
+    stated = settled(ended, config, hardware).certificate
+    assert stated is not None and stated.bound_s == found.best.bound_s > least
+    assert (
+        stated.covers == "any plan on one mesh, without pipelines, the one that the search came to"
+    )
+    assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in stated.proof
 
 
 def test_several_searches_have_the_least_of_their_floors():

@@ -32,7 +32,12 @@ from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
-from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
+from shardwright.policies.autodist.candidates.results import (
+    INTERRUPT,
+    Candidate,
+    NotCompared,
+    SearchResult,
+)
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
@@ -352,10 +357,27 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
     assert found.searched == f"stages 0, 1 and 2 of ZeRO ({left})"
     stated = certificate(found, found.best, load_hardware("a100-80gb"))
     # Two were found, each with a mesh of its own and a bound for two stages.
-    covered = "any plan on 4 meshes, without pipelines, of more that it did not come to"
+    covered = "any plan on 4 meshes, without pipelines, those that the search came to"
     assert stated.covers == covered and f"for {covered} (gap" in stated.claim
     with pytest.raises(KeyboardInterrupt):
         variants_of(config_of(1, 2)).search(found_by({0: -1.0}), 60.0)
+
+
+def test_meshes_that_were_not_compared_are_told_in_a_line() -> None:
+    """The most likely ones are named, and none whose bound is above what was found later."""
+    left = [NotCompared(f"tp={size}", size / 100, 1 / size) for size in (2, 4, 8, 16, 60)]
+
+    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+        found = found_by({0: 2.0, 1: 0.5, 2: 3.0, 3: 1.0})(subsearch, time_limit_s, worth_s)
+        return replace(found, not_compared=left, is_compared=True)  # type: ignore[no-any-return]
+
+    found = variants_of(config_of(1, 2)).search(one, 60.0)
+    assert found.best is not None and found.best.step_s == 0.5
+    told = certificate(found, found.best, load_hardware("a100-80gb")).proof
+    assert (
+        "the simple policies may have a better plan: there was no time to compare it with those on "
+        "16 meshes in 4 of these searches, the most likely of them: tp=16, no ZeRO; tp=16, ZeRO-1"
+    ) in told
 
 
 def test_the_time_is_shared() -> None:
@@ -374,7 +396,7 @@ def test_the_time_is_shared() -> None:
     assert (
         late.best is not None
         and late.best.plan.zero_stage == 0
-        and late.interrupted == "the time limit of 0 s (in shares)"
+        and late.interrupted == "the time limit of 0 s, which 4 searches share"
     )
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
 

@@ -21,6 +21,9 @@ from shardwright.runtime.errors import ShardwrightError, format_error
 
 _BOLD_RED, _PLAIN = "\033[1;31m", "\033[0m"
 
+SECONDS_BETWEEN_LINES = 20.0
+"""Without a terminal a command says in so many seconds at most once what it does."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -68,12 +71,15 @@ def _nobody_reads() -> bool:
 
 
 def _progress() -> contextlib.AbstractContextManager[None]:
-    """What shows the progress of a command, where somebody may be watching."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+    """What shows the progress of a command: a line on a terminal. Where there is none, what takes
+    long says now and then what it does.
+    """
+    if importlib.util.find_spec("rich") is None:
         return contextlib.nullcontext()
-    from shardwright.frontend.cli.progress_line import ProgressLine
+    from shardwright.frontend.cli.progress_line import ProgressLine, ProgressText
 
-    return listening(ProgressLine())
+    is_watched = sys.stderr.isatty()
+    return listening(ProgressLine() if is_watched else ProgressText(SECONDS_BETWEEN_LINES))
 
 
 def _print_error(text: str) -> None:

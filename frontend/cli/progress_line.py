@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-LONGEST = 60
+LONGEST = 100
 """Characters of what is told; names of tensors may be longer than a terminal is wide."""
 
 
@@ -62,12 +63,14 @@ class ProgressLine:
 
 class ProgressText:
     """Prints what it hears on stderr, a line for each thing that is told: for commands that take
-    long wherever they run, such as one that measures a machine from a batch job.
+    long wherever they run, such as one that measures a machine from a batch job. ``every_s``:
+    nothing for so many seconds, and then a line in so many seconds at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 0.0) -> None:
         self._titles: list[str] = []
         self._said = ""
+        self._every_s, self._last_s = every_s, time.monotonic()
 
     def begin(self, words: str) -> None:
         """See :class:`~shardwright.runtime.activity.Listener`."""
@@ -84,6 +87,7 @@ class ProgressText:
         self._titles.pop()
 
     def _say(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        now_s = time.monotonic()
+        if text != self._said and now_s - self._last_s >= self._every_s:
+            self._said, self._last_s = text, now_s
             print(text, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,19 @@ def test_the_line_is_drawn_and_wiped_away() -> None:
     assert "searching: dp=2; best so far 1 ms" in text and text.endswith("\x1b[2K")
 
 
-def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with command_line._progress(), activity("merging"):
-        tell("a", 0.5)
-    assert capsys.readouterr() == ("", "")
+def test_without_a_terminal_what_takes_long_says_so_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with command_line._progress(), activity("searching"):
+        tell("tp=2", 0.5)
+        now[0] += command_line.SECONDS_BETWEEN_LINES
+        tell("tp=4")
+        tell("tp=8")
+        now[0] += command_line.SECONDS_BETWEEN_LINES
+        tell("tp=16")
+    assert capsys.readouterr() == ("", "searching: tp=4\nsearching: tp=16\n")
 
 
 def test_without_a_terminal_some_commands_tell_in_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,8 @@ class AutodistOptions:
     **Decision.** ``simpler_within``: the share of a step that may be lost for a plan with fewer
     stages, fewer axes, or fewer axes over slow links (:mod:`~.candidates.simpler`).
 
-    ``time_limit_s``: for the whole search, which ends by itself when nothing is left.
+    ``time_limit_s``: seconds of the clock on the wall for the whole search, which ends by itself
+    when nothing is left.
 
     **Files.** ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
     nothing.

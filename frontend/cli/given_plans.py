@@ -14,7 +14,7 @@ import torch
 from shardwright import __version__
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -44,6 +44,7 @@ from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
 from shardwright.frontend.report.plan_details import Details, stored_layouts
+from shardwright.policies.autodist.questions.launches import bound_by_launches
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
@@ -105,14 +106,20 @@ def run_simulate(options: argparse.Namespace) -> int:
     if microbatches is None and request.named is not None:
         microbatches = request.named.added_up
 
-    def cost_of(compiled: Compiled) -> PlanCost:
+    def cost_of(compiled: Compiled, machine: Hardware = hardware) -> PlanCost:
         return audit(
-            compiled.program, compiled.config, hardware,
+            compiled.program, compiled.config, machine,
             optimizer=optimizer, times=times, num_microbatches=microbatches,
         )  # fmt: skip
 
     cost = cost_of(compiled)
     print(cost.dumps() if options.json else cost)
+    if not options.json:
+        launches = bound_by_launches(
+            cost.step_s, hardware, lambda on: cost_of(compiled, on).step_s, config.runtime_ngpus
+        )
+        if launches is not None:
+            print(launches)
     assumed = imbalance_of(compiled.program.graph)
     if assumed is not None and config.plan_ngpus > 1 and not options.json:
         # No rank gets more than all rows: as many times its share as there are ranks.

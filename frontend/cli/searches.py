@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardwright import __version__
 from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
@@ -187,7 +188,14 @@ def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> 
 
 
 def _say_what_slows(console: Console, request: Request) -> None:
-    for told in (bound_by_launches(request), slowed_by_odd_sizes(request)):
+    best = request.best
+
+    def step_on(machine: Hardware) -> float:
+        return replace(request, hardware=machine).auditor(best.plan).step_s
+
+    num_ranks = request.config.runtime_ngpus
+    launches = bound_by_launches(best.step_s, request.hardware, step_on, num_ranks)
+    for told in (launches, slowed_by_odd_sizes(request)):
         if told is not None:
             # not markup: it has shapes in brackets
             console.print(told, soft_wrap=True, markup=False)

@@ -7,29 +7,33 @@ of their work alone, and messages that of their bytes. Fewer ranks then use thei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.plan.amounts import amount
-from shardwright.policies.autodist.questions.explain import Request
 
 MOST_LAUNCHES = 0.5
 """The part of a step from which it is said to be bound by launches."""
 
 
-def bound_by_launches(request: Request) -> str | None:
+def bound_by_launches(
+    step_s: float, hardware: Hardware, step_on: Callable[[Hardware], float], num_ranks: int
+) -> str | None:
     """What is said of a plan of which launches and latencies are half of a step or more; ``None``
     of others.
+
+    ``step_s``: its step on ``hardware``; ``step_on``: its step on another machine; ``num_ranks``:
+    of all units.
     """
-    free = replace(request, hardware=_without_waiting(request.hardware))
-    work_s, step_s = free.auditor(request.best.plan).step_s, request.best.step_s
+    work_s = step_on(_without_waiting(hardware))
     if work_s > (1 - MOST_LAUNCHES) * step_s:
         return None
     text = (
         f"bound by launches: of {amount(step_s, 's')} a step {amount(work_s, 's')} are arithmetic "
         "and bytes, the rest is the least time of operators and the latency of messages"
     )
-    if request.config.runtime_ngpus == 1:
+    if num_ranks == 1:
         return f"{text}; larger microbatches cost little more"
     return f"{text}; use fewer ranks, or larger microbatches"
 

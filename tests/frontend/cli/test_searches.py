@@ -97,7 +97,8 @@ def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
     assert "on h100" in run(
         "simulate plan_models:make --policy autodist --plan-ngpus 2 --set pas_config.hardware=h100"
     )
-    assert "on h100" in run("simulate plan_models:make --policy tp --plan-ngpus 2 --hardware h100")
+    simulated = run("simulate plan_models:make --policy tp --plan-ngpus 2 --hardware h100")
+    assert "on h100" in simulated and "\nbound by launches: of " in simulated
     assert run(
         "plan plan_models:make --plan-ngpus 2 --hardware h100 --set pas_config.hardware=a100-80gb",
         expected=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import planning
 import plans
@@ -26,7 +27,8 @@ def test_it_is_said_of_a_plan_that_launches_bind(ranks: int, words: str) -> None
     for launch_s in (0.0, 1e3):
         slow = replace(machine, device=replace(machine.device, launch_s=launch_s))
         request = request_of_plan(graph, config, AutodistOptions(), slow, plan)
-        said.append(bound_by_launches(request))
+        auditor = partial(lambda r, on: replace(r, hardware=on).auditor(plan).step_s, request)
+        said.append(bound_by_launches(request.best.step_s, slow, auditor, ranks))
     nothing, told = said
     assert nothing is None and told is not None
     assert told.startswith("bound by launches: of ") and words in told

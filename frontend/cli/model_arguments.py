@@ -255,10 +255,18 @@ def _numbered(dims: object) -> object:
 
 def read_dtype(name: str | None) -> torch.dtype | None:
     """The floating dtype of that name, ``None`` for none. Raises :class:`ConfigError` for an
-    unknown one.
+    unknown one, and for one of a byte or less, in which no model is stored while it trains.
     """
     if name is None:
         return None
+    if name in _floating_dtypes(small=True):
+        raise ConfigError(
+            f"--dtype {name} would store the model in {name}",
+            why="what trains in float8 or less is stored in bfloat16 or more, and only products "
+            "of linear layers are computed in it",
+            hint="--dtype bfloat16 --hardware h100+float8_e4m3fn prices such products "
+            "(docs/hardware.md, Products in float8)",
+        )
     known = _floating_dtypes()
     if name not in known:
         raise ConfigError(
@@ -272,6 +280,11 @@ def floating_dtypes() -> tuple[str, ...]:
     return tuple(_floating_dtypes())
 
 
-def _floating_dtypes() -> dict[str, torch.dtype]:
+def _floating_dtypes(*, small: bool = False) -> dict[str, torch.dtype]:
+    """The floating dtypes by name: those of two bytes or more, or the ``small`` ones."""
     dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
-    return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point}
+    return {
+        str(dtype).removeprefix("torch."): dtype
+        for dtype in dtypes
+        if dtype.is_floating_point and (dtype.itemsize < 2) == small
+    }

@@ -98,7 +98,8 @@ class NamedPlan:
         Raises :class:`ConfigError` if the plan was searched for a machine of a file.
         """
         name = self.hardware or HARDWARE
-        if name not in preset_names():
+        preset, _, _ = name.partition("+")  # behind it may be a ``linear_dtype``
+        if preset not in preset_names():
             raise ConfigError(
                 f"the plan in {self.path} was searched for the machine {name!r}, which is no "
                 "preset",

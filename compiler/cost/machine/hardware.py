@@ -210,7 +210,8 @@ SHORT_NAMES = {"a100": "a100-80gb", "gb200": "gb200-nvl72", "gb300": "gb300-nvl7
 @checked
 def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
     """The hardware of a preset, or of a JSON file. A text that ends in ``.json`` or has a slash is
-    a path.
+    a path. ``h100+float8_e4m3fn`` is the preset or file in front of the ``+`` with that
+    ``linear_dtype``.
 
     ``num_devices``: how many devices it has; the last node may be a partial one.
 
@@ -218,6 +219,9 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
         ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
             names path and key.
     """
+    base, plus, dtype = name_or_path.rpartition("+")
+    if plus and "/" not in dtype and not dtype.endswith(".json"):
+        return _with_linear_dtype(load_hardware(base, num_devices), dtype)
     name_or_path = SHORT_NAMES.get(name_or_path, name_or_path)
     # A name is a preset. Anything with a slash or ``.json`` is a file.
     if not name_or_path.endswith(".json") and "/" not in name_or_path:
@@ -251,6 +255,23 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
             "a hardware file that is not JSON", where=f"{where}, line {error.lineno}", why=error.msg
         ) from error
     return Hardware.from_json(data, num_devices, where)
+
+
+def _with_linear_dtype(hardware: Hardware, dtype: str) -> Hardware:
+    """The machine with products of linear layers in that dtype."""
+    rates = hardware.device.flops_per_s
+    small = [name for name in rates if name.startswith(("float8", "float4"))]
+    if dtype not in small:
+        known = f"it has rates of {', '.join(small)}" if small else "it has a rate of no float8"
+        raise ConfigError(
+            f"{hardware.name} does not multiply in {dtype!r}",
+            why=f"{known}, in which linear layers may multiply",
+            hint=f"--hardware {hardware.name}+{small[0]}"
+            if small
+            else f"--hardware {hardware.name}, or a file with such a rate in flops_per_s",
+        )
+    device = replace(hardware.device, linear_dtype=dtype)
+    return replace(hardware, name=f"{hardware.name}+{dtype}", device=device)
 
 
 def _presets() -> Any:

@@ -99,6 +99,16 @@ def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
     )
     simulated = run("simulate plan_models:make --policy tp --plan-ngpus 2 --hardware h100")
     assert "on h100" in simulated and "\nbound by launches: of " in simulated
+    in_float8 = "plan_models:make --plan-ngpus 2 --hardware h100+float8_e4m3fn"
+    assert "per step on h100+float8_e4m3fn" in run(f"plan {in_float8} {split}")
+    assert "on h100+float8_e4m3fn" in run("explain plan_models:make --plan plan.json")
+    assert run(f"simulate {in_float8} --policy tp --dtype float8_e4m3fn", expected=1) == (
+        "error: --dtype float8_e4m3fn would store the model in float8_e4m3fn\n"
+        "  why:   what trains in float8 or less is stored in bfloat16 or more, and only products "
+        "of linear layers are computed in it\n"
+        "  try:   --dtype bfloat16 --hardware h100+float8_e4m3fn prices such products "
+        "(docs/hardware.md, Products in float8)\n"
+    )
     assert run(
         "plan plan_models:make --plan-ngpus 2 --hardware h100 --set pas_config.hardware=a100-80gb",
         expected=1,

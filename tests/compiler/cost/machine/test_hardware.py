@@ -180,6 +180,42 @@ def test_a_host_may_add_nothing_to_one_of_two_directions(host_s: tuple[float, fl
     assert Hardware.from_json(json.loads(hardware.dumps())).device.host_s == host_s
 
 
+def test_a_name_may_say_in_what_linear_layers_multiply(tmp_path: Path) -> None:
+    plain, in_float8 = load_hardware("h100", 16), load_hardware("h100+float8_e4m3fn", 16)
+    assert in_float8.name == "h100+float8_e4m3fn"
+    device = replace(plain.device, linear_dtype="float8_e4m3fn")
+    assert replace(in_float8, name="h100") == replace(plain, device=device)
+    file = tmp_path / "a+b.json"
+    file.write_text(plain.dumps())
+    assert load_hardware(str(file)).name == "h100"
+    assert load_hardware(f"{file}+float8_e5m2").device.linear_dtype == "float8_e5m2"
+    assert load_hardware("gb200+float8_e4m3fn").name == "gb200-nvl72+float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "h100+bfloat16",
+            "h100 does not multiply in 'bfloat16'\n"
+            "  why:   it has rates of float8_e4m3fn, float8_e5m2, in which linear layers may "
+            "multiply\n"
+            "  try:   --hardware h100+float8_e4m3fn",
+        ),
+        (
+            "a100+float8_e4m3fn",
+            "a100-80gb does not multiply in 'float8_e4m3fn'\n"
+            "  why:   it has a rate of no float8, in which linear layers may multiply\n"
+            "  try:   --hardware a100-80gb, or a file with such a rate in flops_per_s",
+        ),
+    ],
+)
+def test_a_dtype_that_a_machine_does_not_multiply_in_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(name)
+    assert str(caught.value) == text
+
+
 def test_ranks_that_share_nothing_are_refused() -> None:
     data = small(lambda data: data["device"].update(sharing={"num_ranks": 2, "num_cores": 2}))
     with pytest.raises(ConfigError) as caught:

@@ -53,7 +53,9 @@ yet.
 
 @dataclass(frozen=True)
 class Auditor:
-    """Audits plans of one graph, for steps of so many microbatches."""
+    """Audits plans of one graph, for steps of so many microbatches. ``gathers_ahead``: as of an
+    audit.
+    """
 
     graph: IRGraph
     config: ComputeConfig
@@ -61,6 +63,7 @@ class Auditor:
     num_microbatches: int
     optimizer: OptimizerMemory = ADAM
     times: OperatorTimes | None = None
+    gathers_ahead: bool = True
 
     def __call__(self, plan: Plan) -> PlanCost:
         """The cost of a plan, from the program that is really emitted."""
@@ -77,10 +80,12 @@ class Auditor:
                 self.hardware,
                 optimizer=self.optimizer,
                 times=self.times,
+                gathers_ahead=self.gathers_ahead,
             )
         return audit(
             lower(graph, plan), self.config, self.hardware,
             optimizer=self.optimizer, times=self.times, num_microbatches=self.num_microbatches,
+            gathers_ahead=self.gathers_ahead,
         )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ SURE_SHARES = (0.93, 1.0)
 out some per cent of what programs take. The second share counts where the first is too little.
 """
 
-EXPOSED = 0.01
+EXPOSED = 0.001
 """The share of a forward and backward that gathers must add to them to be placed as waited for."""
 
 WITHIN_REACH = 1.1

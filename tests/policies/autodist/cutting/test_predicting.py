@@ -68,7 +68,7 @@ def cut_request_for(
     )
     lowered = LoweredPlacement(PlacedModel(found.plan, found.bound_s, "test", "test"), walk)
     return CutRequest("test", (lowered,), num_positions, NamedSchedule("1f1b", 1)), Auditor(
-        graph, config, hardware, COUNT, optimizer
+        graph, config, hardware, COUNT, optimizer, gathers_ahead=False
     )
 
 

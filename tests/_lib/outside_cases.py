@@ -63,6 +63,9 @@ def verdict(case: str, mutation: Mutation | None = None) -> str:
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError, IndexError) as error:
         return f"stopped: {type(error).__name__} {error}"
     problems = [rank.problem for rank in report.ranks if rank.problem]
+    stops = [rank.stopped for rank in report.ranks if rank.stopped]
+    if stops and not problems:
+        return f"stopped: {stops[0]}"
     return f"refused: {problems[0]}" if problems else "accepted"
 
 

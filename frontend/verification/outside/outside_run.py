@@ -2,17 +2,19 @@
 
 All ranks run as threads of this process, with real values. One of them is typed: its parameters,
 buffers and inputs get the types of their layouts, and ``spmd_types`` derives that of everything
-else or refuses it. The others run as they always do. All ranks of a mesh execute one program, so
-one of them speaks for all; of a pipeline one rank of each stage is typed.
+else or refuses it. The others run as they always do. Ranks of a mesh whose files have one program
+have one of them typed, which speaks for all; of a pipeline that is one rank of each stage.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,8 +39,10 @@ from shardwright.frontend.verification.outside.typed_calls import TypedCalls
 from shardwright.frontend.verification.outside.typed_moves import typed_moves
 from shardwright.frontend.verification.trained_ranks import Samples, sample_of
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import code_file
 from shardwright.runtime.module.inputs import InputTable, TensorSpec
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pipeline.module import PipelineModule
@@ -53,7 +57,8 @@ class TypedRank:
 
     ``num_calls``: the calls of functions that were typed. ``by_rule``: those of our operators and
     adapters, by name, which follow typing rules of ours. ``told``: those of which ``spmd_types``
-    did not know where cut dims go, by name. ``problem``: what it refused, or nothing.
+    did not know where cut dims go, by name. ``problem``: what it refused, or nothing. ``stopped``:
+    the error that has ended the run before its types were known, or nothing.
     """
 
     rank: int
@@ -61,6 +66,7 @@ class TypedRank:
     by_rule: Mapping[str, int]
     told: Mapping[str, int]
     problem: str = ""
+    stopped: str = ""
 
 
 MEANING = (
@@ -79,13 +85,15 @@ class OutsideReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was refused."""
-        return not any(rank.problem for rank in self.ranks)
+        """Whether nothing was refused, and every run has come to its end."""
+        return not any(rank.problem or rank.stopped for rank in self.ranks)
 
     def __str__(self) -> str:
         lines = []
         for one in self.ranks:
             verdict = "refuses" if one.problem else "accepts"
+            if one.stopped:
+                verdict = "cannot run"
             lines.append(
                 f"spmd_types {self.version} {verdict} gencode{one.rank}.py: {one.num_calls} calls, "
                 f"{sum(one.by_rule.values())} of adapters and operators of ours"
@@ -93,7 +101,7 @@ class OutsideReport:
             if one.told:
                 names = ", ".join(f"{count} {name}" for name, count in sorted(one.told.items()))
                 lines.append(f"  dims taken from the file's comments: {names}")
-            lines += [f"  {line}" for line in one.problem.splitlines()]
+            lines += [f"  {line}" for line in (one.problem or one.stopped).splitlines()]
             if one.problem:
                 lines.append(f"  {MEANING}")
         return "\n".join(lines)
@@ -113,17 +121,47 @@ def outside_certificate(
     """Run one step of the files in ``directory`` under ``spmd_types``."""
     found = [
         _typed_rank(directory, config, samples, training, rank)
-        for rank in _ranks_that_differ(directory)
+        for rank in _ranks_that_differ(directory, config.plan_ngpus)
     ]
     return OutsideReport(version("spmd_types"), tuple(found))
 
 
-def _ranks_that_differ(directory: Path) -> list[int]:
-    """The first rank of each stage; without stages the first rank."""
+def _ranks_that_differ(directory: Path, num_ranks: int) -> list[int]:
+    """The first rank of each stage, or of all without stages, and the first with any other
+    program.
+    """
     stages = getattr(load_class(directory, 0), "stages", None)
-    if stages is None:
-        return [0]
-    return sorted({stage.ranks[0] for stage in stages})
+    meshes = [range(num_ranks)] if stages is None else [stage.ranks for stage in stages]
+    program = functools.cache(
+        lambda rank: _program(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"))
+    )
+    found = set()
+    for ranks in meshes:
+        first_with: dict[str, int] = {}
+        for rank in ranks:
+            first_with.setdefault(program(rank), rank)
+        found |= {*first_with.values()}
+    return sorted(found)
+
+
+class _WithoutNumbers(ast.NodeTransformer):
+    """Takes the numbers out of what a file declares: its rank, and where its pieces begin. What it
+    computes stays as it is.
+    """
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        is_computed = node.name == "forward" or node.name.startswith("stage")
+        return node if is_computed else self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Constant(0) if isinstance(node.value, int) else node
+
+
+def _program(source: str) -> str:
+    """What the file of a rank does, in a text that ranks with the same program share."""
+    tree = ast.parse(source)
+    tree.body = tree.body[1:]  # without its docstring, which tells the rank
+    return ast.dump(_WithoutNumbers().visit(tree))
 
 
 def _typed_rank(
@@ -158,15 +196,41 @@ def _typed_rank(
             result = module(**module.cut_inputs(**unit_samples[0]))
             loss_of(result).backward()  # type: ignore[no-untyped-call]
 
-    problem = ""
+    problem = stopped = ""
     try:
         with _quiet():
             run_ranks(config.runtime_ngpus, run)
     except _Refused as error:
         problem = str(error)
+    except Exception as error:
+        if not runs:
+            raise  # its file cannot be loaded, which the error says
+        stopped = _stopped(error, directory)
     (done,) = runs
     calls = done.calls
-    return TypedRank(typed, calls.num_calls, dict(calls.by_rule), dict(calls.told), problem)
+    return TypedRank(
+        typed, calls.num_calls, dict(calls.by_rule), dict(calls.told), problem, stopped
+    )
+
+
+def _stopped(error: Exception, directory: Path) -> str:
+    """What is said of a run that an error has ended: the statement of a file, and the error."""
+    what = str(error) if isinstance(error, ShardwrightError) else f"{type(error).__name__}: {error}"
+    ended = f"the run of the files has ended with an error, so its types are not known\n{what}"
+    files = {str(file) for file in directory.glob("gencode*.py")}
+    return "\n".join([*_statement(error, files), ended, *getattr(error, "__notes__", ())])
+
+
+def _statement(error: Exception, files: Collection[str]) -> list[str]:
+    """The innermost statement of these files that an error went through, with its place."""
+    found, traceback = [], error.__traceback__
+    while traceback is not None:
+        file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        if file in files:
+            statement = Path(file).read_text(encoding="utf-8").splitlines()[line - 1].strip()
+            found = [f"{Path(file).name}:{line}: {statement}"]
+        traceback = traceback.tb_next
+    return found
 
 
 def _wait_at_once(module: ParallelModule) -> None:
@@ -240,14 +304,8 @@ class _TypedRun:
                 raise _Refused(self._where(error)) from error
 
     def _where(self, error: SpmdTypeError) -> str:
-        traceback, line = error.__traceback__, 0
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename == self.file:
-                line = traceback.tb_lineno
-            traceback = traceback.tb_next
         text = error.args[0].split("\n\nSet SPMD")[0]
-        statement = Path(self.file).read_text(encoding="utf-8").splitlines()[line - 1].strip()
-        return f"{Path(self.file).name}:{line}: {statement}\n{text}" if line else text
+        return "\n".join([*_statement(error, {self.file}), text])
 
     def _type_tensors(self, mesh: TypedMesh) -> None:
         for declaration in self.module.declarations:

@@ -1,6 +1,8 @@
 """Files of right plans are accepted by ``spmd_types``, and changed ones refused."""
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from torch import nn
 from verified import verify_zoo
 
 from shardwright.frontend.verification import verify as verification
-from shardwright.frontend.verification.outside.outside_run import OutsideReport
+from shardwright.frontend.verification.outside.outside_run import OutsideReport, outside_certificate
+from shardwright.frontend.verification.verify import compile_into
+from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.manifest import accept
 
 TWO = {"plan_ngpus": 2, "runtime_ngpus": 2}
 ZERO_3 = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3, "use_end2end": True}
@@ -148,3 +154,46 @@ def test_what_latent_attention_is_made_of_is_accepted() -> None:
     x = torch.ones(4, 6, 8, dtype=torch.float64)
     report = verification.verify(OneHead().double(), {"x": x}, "data", TWO, outside=True)
     assert report.ok and report.outside is not None and "accepts" in str(report.outside)
+
+
+def edited(folder: Path, rank: int, before: str, after: str) -> OutsideReport:
+    """What is said of the files of an MLP under tp, where the file of one rank is edited."""
+    torch.manual_seed(0)
+    module, x = MLP().double(), torch.rand(4, 8, dtype=torch.float64)
+    policy, config = find_policy("tp"), ComputeConfig(**TWO)
+    directory = compile_into(folder, module, {"x": x}, policy, config)
+    file = directory / f"gencode{rank}.py"
+    source = file.read_text()
+    assert before in source
+    file.write_text(source.replace(before, after, 1))
+    accept(directory)
+    return outside_certificate(directory, config, [[{"x": x}]])
+
+
+class MLP(nn.Module):
+    """Two linear layers, the first of which is split over its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).square().sum()
+
+
+def test_an_error_of_an_edited_file_is_told_with_its_statement(tmp_path: Path) -> None:
+    report = edited(tmp_path, 0, "all_reduce(down, tp)", "all_reduce(upwards, tp)")
+    assert not report.ok and report.ranks[0].stopped
+    first, *_ = str(report).split("spmd_types 0.3.1 cannot run gencode0.py: ")[1:]
+    place, ended, error, rank, *_ = first.splitlines()[1:]
+    assert re.fullmatch(r"  gencode0.py:\d+: .*all_reduce\(upwards, tp\).*", place)
+    assert ended == "  the run of the files has ended with an error, so its types are not known"
+    assert error == "  NameError: name 'upwards' is not defined"
+    assert rank == "  raised on rank 0 of 2"
+
+
+def test_a_rank_with_a_program_of_its_own_is_typed_too(tmp_path: Path) -> None:
+    """Its fault alone is refused: other ranks do not speak for it."""
+    report = edited(tmp_path, 1, "all_reduce(down, tp)", "1 * down")
+    assert [rank.rank for rank in report.ranks] == [0, 1]
+    assert "gencode1.py:" in report.ranks[1].problem and not report.ok

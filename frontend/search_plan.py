@@ -37,10 +37,12 @@ from shardwright.policies.autodist.options import (
 from shardwright.policies.autodist.search.batch_sizes import (
     batch_dims,
     batches,
+    check_can_be_told,
     sizes_by_unit,
 )
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
+from shardwright.runtime import structure
 from shardwright.runtime.activity import activity
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
@@ -81,6 +83,10 @@ class PlanSearch:
             )
         check_imbalance_of_ranks(config, options)
         check_save(options)
+        if options.global_batch is not None:
+            leaves = structure.flatten(dict(dummy_args)).items()
+            shapes = {path: tuple(x.shape) for path, x in leaves if isinstance(x, torch.Tensor)}
+            check_can_be_told(shapes, options.batch_dims, config)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
         with activity("tracing"), in_dtype(module, module_dtype):

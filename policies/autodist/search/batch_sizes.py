@@ -75,6 +75,36 @@ def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) 
     return found
 
 
+def check_can_be_told(
+    shapes: Mapping[str, Sequence[int]], named: Mapping[str, int], config: ComputeConfig
+) -> None:
+    """Refuse arguments of one sample, if nothing says which of their dims count samples, before a
+    model is traced: what a dim of size 1 is of can be told from no model. ``shapes``: of all
+    tensors among the arguments, by path.
+
+    Raises:
+        ConfigError: the first dim of every tensor has size 1, and no dim is named.
+    """
+    symbols = [name for dims in config.dim_symbols().values() for name in dims.values()]
+    if (
+        named
+        or BATCH in symbols
+        or any(size != 1 for shape in shapes.values() for size in shape[:1])
+    ):
+        return
+    dims = [path for path, shape in shapes.items() if shape]
+    if not dims:
+        return  # there is nothing to name
+    options = ",".join(f"{path}=0" for path in dims)
+    raise ConfigError(
+        "it cannot be told which dims of the inputs count samples",
+        why=", ".join(f"{path} is {list(shape)}" for path, shape in shapes.items())
+        + ": dims of size 1 look alike",
+        hint=f"dummy arguments of two samples or more, or name the dims: --batch-dims {options} of "
+        f"a command, in Python batch_dims={dict.fromkeys(dims, 0)}",
+    )
+
+
 def _check_all(graph: IRGraph, found: Mapping[str, int], values: Mapping[str, IRValue]) -> None:
     """Refuse to leave out an input that has as many samples by what the model does with it: one of
     another size would broadcast, if it did not fail.

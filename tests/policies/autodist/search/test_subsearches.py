@@ -522,14 +522,20 @@ def test_sizes_of_a_microbatch_are_left_out_for_units_that_they_do_not_fit() -> 
     )
 
 
-def test_refusals_of_dims_that_count_samples() -> None:
+def test_refusals_of_dims_that_count_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"x": torch.zeros(1, 12), "target": torch.zeros(1, 8)}
-    assert refusal(config_of(1, 2, 0, global_batch=8), one) == (
+    # Refused before the model is traced, which may take minutes.
+    with monkeypatch.context() as patched, pytest.raises(ConfigError) as caught:
+        patched.setattr("shardwright.frontend.search_plan.trace", None)
+        PlanSearch.of(zoo.get("mlp").build(), one, config_of(1, 2, 0, global_batch=8))
+    assert str(caught.value) == (
         "it cannot be told which dims of the inputs count samples\n"
-        "  why:   x is [1, up_dim], target is [1, down_dim]\n"
-        "  try:   name them: --batch-dims input_ids=0,labels=0 of a command, in Python "
-        "batch_dims={'input_ids': 0, 'labels': 0}"
+        "  why:   x is [1, 12], target is [1, 8]: dims of size 1 look alike\n"
+        "  try:   dummy arguments of two samples or more, or name the dims: --batch-dims "
+        "x=0,target=0 of a command, in Python batch_dims={'x': 0, 'target': 0}"
     )
+    mixed = {"x": torch.zeros(12), "target": torch.zeros(8)}
+    assert "it cannot be told" in refusal(config_of(1, 2, 0, global_batch=8), mixed)
     named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
     entry = zoo.get("mlp")
     found = PlanSearch.of(entry.build(), one, named)

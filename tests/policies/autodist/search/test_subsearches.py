@@ -380,6 +380,23 @@ def test_meshes_that_were_not_compared_are_told_in_a_line() -> None:
     ) in told
 
 
+def test_a_mesh_that_a_later_search_beats_is_compared() -> None:
+    """No search has compared any mesh. All of the first one are ruled out by the second's plan."""
+    left = {0: [NotCompared("tp=2", 1.2)], 1: [NotCompared("tp=4", 0.3)]}
+
+    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+        found = found_by({0: 2.0, 1: 1.0})(subsearch, time_limit_s, worth_s)
+        return replace(found, not_compared=left[subsearch.zero_stage or 0])  # type: ignore[no-any-return]
+
+    found = variants_of(config_of(1, 2), stages=[0, 1]).search(one, 60.0)
+    assert found.best is not None
+    told = certificate(found, found.best, load_hardware("a100-80gb")).proof
+    assert (
+        "the simple policies may have a better plan: there was no time to compare it with those on "
+        "tp=4, ZeRO-1"
+    ) in told
+
+
 def test_the_time_is_shared() -> None:
     given: list[tuple[float, float]] = []
 

@@ -26,6 +26,7 @@ from shardwright.policies.autodist.candidates.results import (
 from shardwright.policies.autodist.candidates.titles import first_of, mesh_title
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.scheduled import ScheduledBound
+from shardwright.runtime.layout import Mesh
 
 ROUNDS = 8
 """How many rounds of a game are played before it is looked again which bound is the least."""
@@ -88,6 +89,7 @@ def raise_bounds(state: SearchState) -> None:
     result = state.result
     if result.best is None:
         return
+    left_out = result.without_bound
     # Pipelines can be bounded better; of all else the bounds stay as they are.
     waiting: list[_Raising] = []
     rest: list[float] = []
@@ -99,7 +101,7 @@ def raise_bounds(state: SearchState) -> None:
             cut_requests = asked.get(_pipeline(tried), [])
         if cut_requests and tried.plan.stages:
             waiting.append(_Raising(tried.bound_s, cut_requests, tried, tried.split_bound_s))
-        elif tried.title not in result.without_bound:
+        elif tried.title not in left_out:
             rest.append(tried.bound_s)
     for title, bound_s in result.bounds.items():
         if title in result.bounded:
@@ -152,11 +154,20 @@ schedule, and the number of stages.
 """
 
 
+def _axis_sizes(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(size for _, size in mesh.axes)
+
+
+def _sizes(cut_request: CutRequest) -> tuple[int, ...]:
+    """The sizes of the axes of the mesh that a request is cut for, with those of a pipeline."""
+    mesh, number = cut_request.placements[0].placed.plan.mesh, cut_request.num_positions
+    return _axis_sizes(mesh if number == 1 else with_pp(mesh, number, cut_request.pp_place))
+
+
 def _pipeline(candidate: Candidate) -> Pipeline:
     """The mesh and schedule of a candidate, whatever its axes are called."""
     plan = candidate.plan
-    sizes = tuple(size for _, size in plan.mesh.axes)
-    return sizes, plan.mesh.names.index("pp"), plan.schedule, len(plan.stages)
+    return _axis_sizes(plan.mesh), plan.mesh.names.index("pp"), plan.schedule, len(plan.stages)
 
 
 def _requests_by_pipeline(result: SearchResult) -> dict[Pipeline, list[CutRequest]]:
@@ -166,10 +177,8 @@ def _requests_by_pipeline(result: SearchResult) -> dict[Pipeline, list[CutReques
     for cut_request in (*tried, *result.bounded.values()):
         if cut_request is None or len(cut_request.placements) > 1 or cut_request.num_positions == 1:
             continue
-        number, place = cut_request.num_positions, cut_request.pp_place
-        mesh = with_pp(cut_request.placements[0].placed.plan.mesh, number, place)
-        sizes = tuple(size for _, size in mesh.axes)
-        key = sizes, place, cut_request.named_schedule.name, cut_request.num_stages
+        place, name = cut_request.pp_place, cut_request.named_schedule.name
+        key = _sizes(cut_request), place, name, cut_request.num_stages
         found.setdefault(key, []).append(cut_request)
     return found
 
@@ -178,7 +187,9 @@ HIDDEN = (
     "gathers of weights are hidden in the bound, as far as the device can: the program begins them "
     "one weight ahead, and the step has what operators do not hide"
 )
-"""What certificates say of plans whose weights lie in pieces over units (ZeRO-3)."""
+"""What certificates say of plans that store weights in pieces: over units (ZeRO-3), or over the
+ranks of a unit.
+"""
 
 
 def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
@@ -200,7 +211,7 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
             "times are those of ranks that all compute, and no rank is faster than with a core for "
             "itself"
         )
-    if best.plan.zero:
+    if _gathers_weights(result, best):
         proof.append(HIDDEN)
     return Certificate(
         best.step_s,
@@ -213,18 +224,41 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
     )
 
 
+def _gathers_weights(result: SearchResult, best: Candidate) -> bool:
+    """Whether the bound of the best plan is that of programs that gather weights."""
+    if best.plan.zero:
+        return True
+    cut_requests = [best.cut_request]
+    # A simple policy's plan has the bound of what the search has placed on its mesh.
+    if best.cut_request is None:
+        tried = [candidate.cut_request for candidate in result.tried]
+        cut_requests = [
+            cut_request
+            for cut_request in (*tried, *result.bounded.values())
+            if cut_request is not None and _sizes(cut_request) == _axis_sizes(best.plan.mesh)
+        ]
+    return any(
+        adapter.gathers_weight
+        for cut_request in cut_requests
+        if cut_request is not None
+        for lowered in cut_request.placements
+        for adapter in lowered.walk.program.adapters()
+    )
+
+
 def _covers(result: SearchResult) -> str:
     """What the bound is of: meshes, and schedules of pipelines on them."""
     if result.rests_on_arithmetic:
         return "any plan at all"
-    titles = {candidate.title for candidate in result.tried} - result.without_bound
-    titles |= {*result.bounds, *result.unanswered}
+    left_out = result.without_bound
+    bounded = [candidate for candidate in result.tried if candidate.title not in left_out]
+    titles = {candidate.title for candidate in bounded} | {*result.bounds, *result.unanswered}
     # What was refused cannot be, or takes longer than others by its own bound.
     titles |= {title for title, why in result.refused.items() if not why.startswith(NOT_SEARCHED)}
-    has_stages = bool(result.bounded) or any(candidate.plan.stages for candidate in result.tried)
+    has_stages = bool(result.bounded) or any(candidate.plan.stages for candidate in bounded)
     meshes = "one mesh" if len(titles) == 1 else f"{len(titles)} meshes"
     words = f"any plan on {meshes}" + (" and schedules" if has_stages else ", without pipelines")
-    has_all = result.interrupted is None and not result.without_bound
+    has_all = result.interrupted is None and not left_out
     came_to = "the one" if len(titles) == 1 else "those"
     return words if has_all else f"{words}, {came_to} that the search came to"
 
@@ -307,7 +341,8 @@ def _what_was_left_out(result: SearchResult) -> list[str]:
             ended += "; of the meshes that it did not come to the bound says nothing"
         words.append(ended)
     if result.not_compared:
-        which = _in_groups(result.not_compared) if result.is_compared else "any of them"
+        compared = result.is_compared
+        which = _where_not_compared(result.not_compared) if compared else "any of them"
         words.append(
             "the simple policies may have a better plan: there was no time to compare it with "
             f"{which}"
@@ -316,10 +351,12 @@ def _what_was_left_out(result: SearchResult) -> list[str]:
 
 
 MOST_NAMED = 2
-"""Meshes that were not compared and are named; of more, so many, the most likely ones."""
+"""How many of the meshes that were not compared are named. Of more meshes, a certificate gives the
+number and names the most likely ones.
+"""
 
 
-def _in_groups(not_compared: Sequence[NotCompared]) -> str:
+def _where_not_compared(not_compared: Sequence[NotCompared]) -> str:
     """Where plans were not compared: the meshes, or how many there are and the most likely."""
     # What is not known of a mesh puts it last.
     likely = sorted(not_compared, key=lambda each: (each.likely_s, each.bound_s))

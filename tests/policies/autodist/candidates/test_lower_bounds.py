@@ -20,7 +20,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.plan.amounts import amount
-from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.compiler.plan.plan import Batch, Plan, StagePlan
 from shardwright.frontend.cli.searches import candidate_rows
 from shardwright.policies.autodist.autodist_policy import search, search_each, settled
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC, arithmetic_bound_s
@@ -192,6 +192,13 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         stated.covers == "any plan on one mesh, without pipelines, the one that the search came to"
     )
     assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in stated.proof
+    # Nor does a pipeline: it is not in that bound either.
+    stages = tuple(StagePlan(str(rank), Mesh(()), (rank,)) for rank in range(2))
+    pipeline = replace(beside.plan, mesh=Mesh((("pp", 2),)), stages=stages, schedule="1f1b")
+    unbounded = replace(beside, title="pp=2, as pp has it", plan=pipeline, split_bound_s=0.0)
+    ended.audited = [found.best, unbounded]
+    again = settled(ended, config, hardware).certificate
+    assert again is not None and again.covers == stated.covers
 
 
 def test_several_searches_have_the_least_of_their_floors():

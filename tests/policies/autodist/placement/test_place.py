@@ -42,6 +42,7 @@ from shardwright.policies.autodist.placement.place import Placement, alternative
 from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
 from shardwright.policies.autodist.stages.walk import Setting
@@ -349,8 +350,9 @@ def test_weights_lie_in_pieces_where_gathers_are_hidden() -> None:
     assert graph.dims is not None
     forbid = {dim.name: ("x",) for dim in graph.dims.classes if dim.name != "batch"}
     options = AutodistOptions(mesh={"x": 2}, forbid=forbid, simpler_within=0.0)
-    found = search(graph, config, options, hardware).best
-    assert found is not None
+    result = search(graph, config, options, hardware)
+    found = result.best
+    assert found is not None and HIDDEN in certificate(result, found, hardware).proof
     fixed = Constraints({}, forbid, {})
     waited = placed(request(graph, mesh_of("2"), hardware, config=config, constraints=fixed))
     step_s = time_of_step(lower(graph, waited.plan), config, hardware).step_s

@@ -93,7 +93,7 @@ class OutsideReport:
         for one in self.ranks:
             verdict = "refuses" if one.problem else "accepts"
             if one.stopped:
-                verdict = "cannot run"
+                verdict = "has no verdict on"  # whichever file the error is in
             lines.append(
                 f"spmd_types {self.version} {verdict} gencode{one.rank}.py: {one.num_calls} calls, "
                 f"{sum(one.by_rule.values())} of adapters and operators of ours"
@@ -118,19 +118,25 @@ class _Refused(Exception):
 def outside_certificate(
     directory: Path, config: ComputeConfig, samples: Samples, training: bool = True
 ) -> OutsideReport:
-    """Run one step of the files in ``directory`` under ``spmd_types``."""
+    """Run one step of the files in ``directory`` under ``spmd_types``.
+
+    Raises:
+        LoadError: a file that cannot be loaded, of any rank.
+    """
+    # Before any of them runs, as how far a run gets would depend on who fails first.
+    first, *_ = [load_class(directory, rank) for rank in range(config.plan_ngpus)]
     found = [
         _typed_rank(directory, config, samples, training, rank)
-        for rank in _ranks_that_differ(directory, config.plan_ngpus)
+        for rank in _ranks_that_differ(directory, config.plan_ngpus, first)
     ]
     return OutsideReport(version("spmd_types"), tuple(found))
 
 
-def _ranks_that_differ(directory: Path, num_ranks: int) -> list[int]:
+def _ranks_that_differ(directory: Path, num_ranks: int, first: type[ParallelModule]) -> list[int]:
     """The first rank of each stage, or of all without stages, and the first with any other
-    program.
+    program. ``first``: the class of rank 0.
     """
-    stages = getattr(load_class(directory, 0), "stages", None)
+    stages = getattr(first, "stages", None)
     meshes = [range(num_ranks)] if stages is None else [stage.ranks for stage in stages]
     program = functools.cache(
         lambda rank: _program(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"))
@@ -145,16 +151,15 @@ def _ranks_that_differ(directory: Path, num_ranks: int) -> list[int]:
 
 
 class _WithoutNumbers(ast.NodeTransformer):
-    """Takes the numbers out of what a file declares: its rank, and where its pieces begin. What it
-    computes stays as it is.
+    """Takes the numbers out of what a file declares, in its class and in ``declare``: its rank, and
+    where its pieces begin. What it computes stays as it is: ``forward``, and all that it calls.
     """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        is_computed = node.name == "forward" or node.name.startswith("stage")
-        return node if is_computed else self.generic_visit(node)
+        return self.generic_visit(node) if node.name == "declare" else node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.Constant(0) if isinstance(node.value, int) else node
+        return ast.Constant(0) if type(node.value) is int else node
 
 
 def _program(source: str) -> str:
@@ -171,14 +176,14 @@ def _typed_rank(
     is_done = threading.Event()
 
     def run(rank: int) -> None:
-        module = load_class(directory)()
-        _wait_at_once(module)
-        module.train(training)
-        # One rank is typed at a time: the checker's state belongs to the process, and ranks are
-        # threads.
-        if rank == typed:
-            runs.append(_TypedRun(module))
         try:
+            module = load_class(directory)()
+            _wait_at_once(module)
+            module.train(training)
+            # One rank is typed at a time: the checker's state belongs to the process, and ranks are
+            # threads.
+            if rank == typed:
+                runs.append(_TypedRun(module))
             step(rank, module)
         except Exception:  # what the types say of a fault comes first, if that rank gets as far
             if rank != typed:
@@ -203,11 +208,10 @@ def _typed_rank(
     except _Refused as error:
         problem = str(error)
     except Exception as error:
-        if not runs:
-            raise  # its file cannot be loaded, which the error says
         stopped = _stopped(error, directory)
-    (done,) = runs
-    calls = done.calls
+    if not runs:  # the run has ended before the typed rank had a module
+        return TypedRank(typed, 0, {}, {}, problem, stopped)
+    calls = runs[0].calls
     return TypedRank(
         typed, calls.num_calls, dict(calls.by_rule), dict(calls.told), problem, stopped
     )

@@ -14,11 +14,12 @@ from torch import nn
 from verified import verify_zoo
 
 from shardwright.frontend.verification import verify as verification
+from shardwright.frontend.verification.outside import outside_run
 from shardwright.frontend.verification.outside.outside_run import OutsideReport, outside_certificate
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, LoadError
 from shardwright.runtime.manifest import accept
 
 TWO = {"plan_ngpus": 2, "runtime_ngpus": 2}
@@ -157,9 +158,9 @@ def test_what_latent_attention_is_made_of_is_accepted() -> None:
 
 
 def edited(folder: Path, rank: int, before: str, after: str) -> OutsideReport:
-    """What is said of the files of an MLP under tp, where the file of one rank is edited."""
+    """What is said of the files of MLPs under tp, where the file of one rank is edited."""
     torch.manual_seed(0)
-    module, x = MLP().double(), torch.rand(4, 8, dtype=torch.float64)
+    module, x = MLPs().double(), torch.rand(4, 8, dtype=torch.float64)
     policy, config = find_policy("tp"), ComputeConfig(**TWO)
     directory = compile_into(folder, module, {"x": x}, policy, config)
     file = directory / f"gencode{rank}.py"
@@ -178,22 +179,68 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu()).square().sum()
+        return x + self.down(self.up(x).softmax(0))
 
 
-def test_an_error_of_an_edited_file_is_told_with_its_statement(tmp_path: Path) -> None:
-    report = edited(tmp_path, 0, "all_reduce(down, tp)", "all_reduce(upwards, tp)")
-    assert not report.ok and report.ranks[0].stopped
-    first, *_ = str(report).split("spmd_types 0.3.1 cannot run gencode0.py: ")[1:]
-    place, ended, error, rank, *_ = first.splitlines()[1:]
-    assert re.fullmatch(r"  gencode0.py:\d+: .*all_reduce\(upwards, tp\).*", place)
-    assert ended == "  the run of the files has ended with an error, so its types are not known"
-    assert error == "  NameError: name 'upwards' is not defined"
-    assert rank == "  raised on rank 0 of 2"
+class MLPs(nn.Module):
+    """Layers that are alike, which a file has as one method, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
 
 
-def test_a_rank_with_a_program_of_its_own_is_typed_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_an_edited_file_is_told_with_its_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """No file has a verdict then, and none but the edited one is named as what is at fault."""
+    monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
+    report = edited(tmp_path, rank, "all_reduce(down, tp)", "all_reduce(upwards, tp)")
+    assert not report.ok and all(typed.stopped for typed in report.ranks)
+    assert [typed.rank for typed in report.ranks] == [0, 1]
+    for typed, text in zip((0, 1), str(report).split("spmd_types 0.3.1 ")[1:], strict=True):
+        head, place, ended, error, raised, *_ = text.splitlines()
+        assert head.startswith(f"has no verdict on gencode{typed}.py: ")
+        assert re.fullmatch(rf"  gencode{rank}.py:\d+: .*all_reduce\(upwards, tp\).*", place)
+        assert ended == "  the run of the files has ended with an error, so its types are not known"
+        assert error == "  NameError: name 'upwards' is not defined"
+        assert raised == f"  raised on rank {rank} of 2"
+
+
+def test_a_run_that_ends_before_the_typed_rank_has_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as any other, whichever rank is at fault."""
+    monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
+    report = edited(tmp_path, 0, "def declare(self):", "def declare(self):\n        1 / 0")
+    assert [rank.num_calls for rank in report.ranks] == [0, 0] and not report.ok
+    assert all("ZeroDivisionError" in rank.stopped for rank in report.ranks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_cannot_be_loaded_is_an_error(tmp_path: Path, rank: int) -> None:
+    with pytest.raises(LoadError, match=rf"gencode{rank}.py fails when it is loaded"):
+        edited(tmp_path, rank, "import torch\n", "import torch_\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("all_reduce(down, tp)", "1 * down"),
+        ("softmax(up, dim=0)", "softmax(up, dim=1)"),  # a number is all that differs
+    ],
+)
+def test_a_rank_with_a_program_of_its_own_is_typed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
     """Its fault alone is refused: other ranks do not speak for it."""
-    report = edited(tmp_path, 1, "all_reduce(down, tp)", "1 * down")
+    monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
+    report = edited(tmp_path, 1, before, after)
     assert [rank.rank for rank in report.ranks] == [0, 1]
     assert "gencode1.py:" in report.ranks[1].problem and not report.ok

@@ -201,10 +201,10 @@ class Subsearches:
         if total.best is not None:
             # A later search may have found what these cannot beat.
             beaten_s = total.best.step_s
-            left = [each for each in total.not_compared if each.bound_s < beaten_s]
+            unbeaten = [each for each in total.not_compared if each.bound_s < beaten_s]
             # A mesh that cannot be better counts as compared.
-            total.is_compared |= len(left) < len(total.not_compared)
-            total.not_compared = left
+            total.is_compared |= len(unbeaten) < len(total.not_compared)
+            total.not_compared = unbeaten
         if len(begun) < len(self.listed):
             of = f"{len(begun)} of {len(self.listed)} combinations"
             total.searched += f" ({of}; no time was left for others)"

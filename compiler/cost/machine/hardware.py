@@ -211,7 +211,7 @@ SHORT_NAMES = {"a100": "a100-80gb", "gb200": "gb200-nvl72", "gb300": "gb300-nvl7
 def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
     """The hardware of a preset, or of a JSON file. A text that ends in ``.json`` or has a slash is
     a path. ``h100+float8_e4m3fn`` is the preset or file in front of the ``+`` with that
-    ``linear_dtype``.
+    ``linear_dtype``, unless there is a file of that path.
 
     ``num_devices``: how many devices it has; the last node may be a partial one.
 
@@ -219,9 +219,16 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
         ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
             names path and key.
     """
-    base, plus, dtype = name_or_path.rpartition("+")
-    if plus and "/" not in dtype and not dtype.endswith(".json"):
-        return _with_linear_dtype(load_hardware(base, num_devices), dtype)
+    base, dtype = _parts(name_or_path)
+    if dtype:
+        before, other = _parts(base)
+        if other:
+            raise ConfigError(
+                f"{name_or_path} names two dtypes",
+                why="linear layers multiply in one",
+                hint=f"--hardware {before}+{dtype}",
+            )
+        return _with_linear_dtype(load_hardware(base, num_devices), dtype, base)
     name_or_path = SHORT_NAMES.get(name_or_path, name_or_path)
     # A name is a preset. Anything with a slash or ``.json`` is a file.
     if not name_or_path.endswith(".json") and "/" not in name_or_path:
@@ -257,8 +264,19 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
     return Hardware.from_json(data, num_devices, where)
 
 
-def _with_linear_dtype(hardware: Hardware, dtype: str) -> Hardware:
-    """The machine with products of linear layers in that dtype."""
+def _parts(name_or_path: str) -> tuple[str, str]:
+    """A preset or file, and the dtype behind its ``+``, or nothing."""
+    base, plus, dtype = name_or_path.rpartition("+")
+    is_path = "/" in dtype or dtype.endswith(".json")
+    if not plus or is_path or ("/" in base and Path(name_or_path).is_file()):
+        return name_or_path, ""
+    return base, dtype
+
+
+def _with_linear_dtype(hardware: Hardware, dtype: str, given: str) -> Hardware:
+    """The machine with products of linear layers in that dtype. ``given``: the preset or file that
+    it is of.
+    """
     rates = hardware.device.flops_per_s
     small = [name for name in rates if name.startswith(("float8", "float4"))]
     if dtype not in small:
@@ -266,9 +284,9 @@ def _with_linear_dtype(hardware: Hardware, dtype: str) -> Hardware:
         raise ConfigError(
             f"{hardware.name} does not multiply in {dtype!r}",
             why=f"{known}, in which linear layers may multiply",
-            hint=f"--hardware {hardware.name}+{small[0]}"
+            hint=f"--hardware {given}+{small[0]}"
             if small
-            else f"--hardware {hardware.name}, or a file with such a rate in flops_per_s",
+            else f"--hardware {given}, or a file with such a rate in flops_per_s",
         )
     device = replace(hardware.device, linear_dtype=dtype)
     return replace(hardware, name=f"{hardware.name}+{dtype}", device=device)

@@ -190,6 +190,14 @@ def test_a_name_may_say_in_what_linear_layers_multiply(tmp_path: Path) -> None:
     assert load_hardware(str(file)).name == "h100"
     assert load_hardware(f"{file}+float8_e5m2").device.linear_dtype == "float8_e5m2"
     assert load_hardware("gb200+float8_e4m3fn").name == "gb200-nvl72+float8_e4m3fn"
+    plain_name = tmp_path / "a+b"
+    plain_name.write_text(plain.dumps())
+    assert load_hardware(str(plain_name)).name == "h100"
+    in_file = load_hardware(f"{plain_name}+float8_e5m2")
+    assert in_file.device.linear_dtype == "float8_e5m2"
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(f"{plain_name}+float8_e5m3")
+    assert caught.value.hint == f"--hardware {plain_name}+float8_e4m3fn"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +214,13 @@ def test_a_name_may_say_in_what_linear_layers_multiply(tmp_path: Path) -> None:
             "a100+float8_e4m3fn",
             "a100-80gb does not multiply in 'float8_e4m3fn'\n"
             "  why:   it has a rate of no float8, in which linear layers may multiply\n"
-            "  try:   --hardware a100-80gb, or a file with such a rate in flops_per_s",
+            "  try:   --hardware a100, or a file with such a rate in flops_per_s",
+        ),
+        (
+            "h100+float8_e5m2+float8_e4m3fn",
+            "h100+float8_e5m2+float8_e4m3fn names two dtypes\n"
+            "  why:   linear layers multiply in one\n"
+            "  try:   --hardware h100+float8_e4m3fn",
         ),
     ],
 )

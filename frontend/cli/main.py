@@ -22,7 +22,7 @@ from shardwright.runtime.errors import ShardwrightError, format_error
 _BOLD_RED, _PLAIN = "\033[1;31m", "\033[0m"
 
 SECONDS_BETWEEN_LINES = 20.0
-"""Without a terminal a command says in so many seconds at most once what it does."""
+"""Without a terminal a command says at most once in so many seconds that it does something new."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _nobody_reads() -> bool:
 
 def _progress() -> contextlib.AbstractContextManager[None]:
     """What shows the progress of a command: a line on a terminal. Where there is none, what takes
-    long says now and then what it does.
+    long says now and then that it does something new.
     """
     if importlib.util.find_spec("rich") is None:
         return contextlib.nullcontext()

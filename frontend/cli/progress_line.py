@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -9,7 +10,29 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 LONGEST = 100
-"""Characters of what is told; names of tensors may be longer than a terminal is wide."""
+"""Characters of a line; names of tensors may be longer."""
+
+BAR = 20
+"""The width of the bar."""
+
+BESIDE = BAR + 11
+"""What a line has besides words: the spinner, the bar, the clock, and spaces between them."""
+
+
+def _shortened(text: str, longest: int) -> str:
+    """A text that is too long without its end, and without that of what stands before its
+    semicolon: where a search is, and the best it has found.
+    """
+    if len(text) <= longest:
+        return text
+    where, semicolon, found = text.partition("; ")
+    room = longest - len(semicolon)
+    found = _cut(found, max(room // 2, room - len(where)))
+    return f"{_cut(where, room - len(found))}{semicolon}{found}"
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: max(longest - 1, 0)]}…"
 
 
 class ProgressLine:
@@ -30,7 +53,7 @@ class ProgressLine:
             self._progress = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=BAR),
                 TimeElapsedColumn(),
                 console=self._console,
                 transient=True,
@@ -44,11 +67,12 @@ class ProgressLine:
         """See :class:`~shardwright.runtime.activity.Listener`."""
         if self._progress is None:
             return
-        told = words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
-        text = ": ".join(part for part in (*self._titles[-1:], told) if part)
+        text = ": ".join(part for part in (*self._titles[-1:], words) if part)
+        room = max(min(LONGEST, self._console.width - BESIDE), 1)
         # Set directly: ``update`` would keep the share of what went on before.
         (task,) = self._progress.tasks
-        task.description, task.completed = text, min(share or 0.0, 1.0)
+        task.description = _shortened(text, room)
+        task.completed = min(share or 0.0, 1.0)
         task.total = None if share is None else 1.0
 
     def end(self) -> None:
@@ -62,9 +86,10 @@ class ProgressLine:
 
 
 class ProgressText:
-    """Prints what it hears on stderr, a line for each thing that is told: for commands that take
-    long wherever they run, such as one that measures a machine from a batch job. ``every_s``:
-    nothing for so many seconds, and then a line in so many seconds at most.
+    """Prints what it hears on stderr, a line for each new thing that is told: for commands that
+    take long wherever they run, such as one that measures a machine from a batch job. ``every_s``:
+    nothing for so many seconds, and then a line in so many seconds at most. While nothing new is
+    told there is none.
     """
 
     def __init__(self, every_s: float = 0.0) -> None:
@@ -90,4 +115,5 @@ class ProgressText:
         now_s = time.monotonic()
         if text != self._said and now_s - self._last_s >= self._every_s:
             self._said, self._last_s = text, now_s
-            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it: the work goes on
+                print(_shortened(text, LONGEST), file=sys.stderr, flush=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -79,6 +81,42 @@ def test_the_line_is_drawn_and_wiped_away() -> None:
     assert line._progress is None and line._titles == []
     text = drawn.getvalue()
     assert "searching: dp=2; best so far 1 ms" in text and text.endswith("\x1b[2K")
+
+
+LONG = "3 of 12, units of 4 ranks, microbatches of 2: pp=8 x dp=4 x tp=2"
+FOUND = "; best so far 8.02 s, pp=8 x dp=8, zb_h1, stages that differ, recompute"
+
+
+def test_bar_clock_and_the_best_plan_have_their_place_on_a_narrow_terminal() -> None:
+    drawn = io.StringIO()
+    line = ProgressLine(Console(file=drawn, force_terminal=True, width=80))
+    with listening(line), activity("searching"):
+        tell(f"{LONG}{FOUND}", 0.5)
+        assert line._progress is not None
+        line._progress.refresh()
+        tell("x" * 200)
+        assert line._progress.tasks[0].description == f"searching: {'x' * 37}…"
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue()))
+    (frame,) = (text for text in frames if "3 of 12" in text)
+    assert re.search(
+        r"^. searching: 3 of 12, uni…; best so far 8.02 s, pp… ━{9,10}\S* *━* 0:00:0\d$", frame
+    ), frame
+
+
+def test_lines_of_text_are_cut_too_and_a_pipe_that_was_closed_ends_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening(ProgressText()), activity("searching"):
+        tell(f"{LONG}{FOUND}")
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert len(told) == 100 and "…; best so far 8.02 s, pp=8 x dp=8" in told
+        reader, writer = os.pipe()
+        os.close(reader)
+        with monkeypatch.context() as patched, os.fdopen(writer, "wb", 0) as pipe:
+            patched.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+            with pytest.raises(BrokenPipeError):
+                print("it is closed", file=sys.stderr, flush=True)
+            tell("goes on")
 
 
 def test_without_a_terminal_what_takes_long_says_so_now_and_then(

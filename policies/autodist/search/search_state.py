@@ -100,6 +100,7 @@ class SearchState:
         self.optimizer, self.times, self.clock = optimizer, times, clock
         self.cutter = Cutter(graph, space)
         self.placements: list[LoweredPlacement] = []
+        self._last_lowered: list[LoweredPlacement] = []  # the last one on other ranks
         self.result = SearchResult()
         self._likely_s: dict[PipelineMesh, float] = {}
         self._in_zigzag: StepEstimates | None = None
@@ -304,9 +305,11 @@ class SearchState:
         )
 
     def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
-        """A placement lowered. One on the first ranks is kept for stages that differ."""
+        """A placement lowered. One on the first ranks is kept for stages that differ, one on other
+        ranks until the next: a mesh asks for its fastest placement twice.
+        """
         program = None
-        for known in self.placements:
+        for known in (*self.placements, *self._last_lowered):
             # Lowering takes as long as placing; a bound that has changed since does not matter to
             # it.
             if known.placed.plan is placed.plan:
@@ -317,6 +320,8 @@ class SearchState:
         lowered = LoweredPlacement(placed, Walk(program, self.setting(ranks)))
         if ranks == tuple(range(placed.plan.mesh.size)):
             self.placements.append(lowered)
+        else:
+            self._last_lowered = [lowered]
         return lowered
 
     def setting(self, ranks: tuple[int, ...]) -> Setting:

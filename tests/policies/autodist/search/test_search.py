@@ -652,6 +652,21 @@ def test_a_simple_plan_is_bounded_by_what_the_search_cut_in_its_place(
     assert split_bounds_s["faster"] == 0.0
 
 
+def test_the_last_placement_on_other_ranks_than_the_first_is_walked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stages that differ choose among those on the first ranks, so no other one is among these."""
+    states: list[SearchState] = []
+    monkeypatch.setattr(outer_search, "raise_bounds", states.append)
+    found = search(schedules=("1f1b",), num_positions=2)
+    assert found.best is not None
+    state, placed = states[0], found.best.placed[0]
+    known = list(state.placements)
+    inner, first = (state.lowered(placed, ranks) for ranks in ((0, 2), (0, 1)))
+    assert state.lowered(placed, (0, 2)).walk is inner.walk is not first.walk
+    assert inner.walk.program is first.walk.program and state.placements == known
+
+
 @pytest.mark.parametrize(
     ("limit_s", "passed_s", "took_s"),
     [

@@ -15,7 +15,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
     kept_bytes,
     num_copies,
 )
-from shardwright.compiler.cost.time.adapter_time import joining_s, step_time
+from shardwright.compiler.cost.time.adapter_time import message_s, movement_of, step_time
 from shardwright.compiler.cost.time.after_backward import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -194,10 +194,9 @@ def _in_pieces(
     kept = [any(reader.keeps for reader in own) for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
-        message_s = 0.0
-        if step.kind == "all_gather":
-            message_s = time.forward_s - joining_s([(step, value.dtype)], mesh, request.hardware)
-        first_s = time.forward_s - request.hidden_share * message_s
+        movement = movement_of(step, value.dtype, mesh)
+        own_s = message_s(movement, mesh, tuple(request.ranks), request.hardware)
+        first_s = time.forward_s - request.hidden_share * own_s
         # Gathered twice: where the module runs again, or an operator keeps what was gathered.
         for runs_again, is_kept in zip(inside, kept, strict=True):
             again_s = 0.0

@@ -61,8 +61,8 @@ def audit(
     ``num_microbatches``: the samples of a step whose gradients are added up (default: those of the
     plan's schedule; without stages those of its batch, 1 without one). ``gathers_ahead``: weights
     are gathered one ahead, as the runtime does it, and what is hidden of that costs nothing;
-    without it each is priced as if it were waited for. The ranks of the job
-    are the first devices of ``hardware``, unit after unit.
+    without it each is priced as if it were waited for. The ranks of the job are the first devices
+    of ``hardware``, unit after unit.
 
     Raises:
         ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a

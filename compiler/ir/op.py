@@ -263,8 +263,8 @@ def map_leaves(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
 
 @once
 def call_form(op: IROp) -> tuple[Hashable, ...]:
-    """What is equal of calls that differ in the names of their values alone: those of all layers of
-    one kind.
+    """A key of the call without the names of its values. Calls of layers that are alike have the
+    same key.
     """
 
     def described(value: IRValue) -> Hashable:

@@ -259,8 +259,8 @@ def options_of(
 
 
 NEAR, NEAR_BESIDE = 1.03, 1.1
-"""How many times the best step a candidate may be predicted to take, to be audited still: audits
-take what was predicted, but where stages differ, or where collectives run beside passes.
+"""How many times the best step a candidate may be predicted to take, to be audited still. Audits
+take what was predicted, except where collectives run beside passes, which predictions leave out.
 """
 
 LAYERS_WORTH = 0.002

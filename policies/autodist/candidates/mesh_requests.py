@@ -112,8 +112,8 @@ class PlacedMesh:
 
     ``pp_place``: before which of its axes the pipeline axis stands. ``request``: what was asked
     for. ``further``: the requests that remain for this mesh, if the fastest placement does not fit.
-    ``memory_binds``: whether nothing
-    that fits is as fast; ``never_fits``: whether it is proved that nothing fits at all.
+    ``memory_binds``: whether nothing that fits is as fast; ``never_fits``: whether it is proved
+    that nothing fits at all.
     """
 
     num_positions: int

@@ -146,8 +146,8 @@ class NotCompared:
     """A mesh where the simple policies may have a better plan, as there was no time to tell.
 
     ``search``: the title of the search it belongs to, if there are several. ``bound_s``: what no
-    plan on it takes less than, 0 where that is not known; ``likely_s``: about what their best plan
-    takes, infinite where that is not known.
+    plan on it takes less than, 0 where that is not known. ``likely_s``: about what the best plan of
+    a simple policy takes on it, infinite where that is not known.
     """
 
     title: str

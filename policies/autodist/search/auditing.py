@@ -53,8 +53,8 @@ yet.
 
 @dataclass(frozen=True)
 class Auditor:
-    """Audits plans of one graph, for steps of so many microbatches. ``gathers_ahead``: as of an
-    audit.
+    """Audits plans of one graph, for steps of so many microbatches. ``gathers_ahead``: whether
+    gathers of weights are begun one weight ahead, as in :func:`audit`.
     """
 
     graph: IRGraph

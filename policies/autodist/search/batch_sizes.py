@@ -78,9 +78,9 @@ def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) 
 def check_can_be_told(
     shapes: Mapping[str, Sequence[int]], named: Mapping[str, int], config: ComputeConfig
 ) -> None:
-    """Refuse arguments of one sample, if nothing says which of their dims count samples, before a
-    model is traced: what a dim of size 1 is of can be told from no model. ``shapes``: of all
-    tensors among the arguments, by path.
+    """Refuse arguments of one sample, before a model is traced, if nothing says which of their dims
+    count samples. No model tells whether a dim of size 1 counts samples or something else.
+    ``shapes``: the shapes of all tensors among the arguments, by path.
 
     Raises:
         ConfigError: the first dim of every tensor has size 1, and no dim is named.

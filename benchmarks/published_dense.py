@@ -1,7 +1,7 @@
 """Published plans of dense models beside what autodist finds, both by the audit of the program
 emitted.
 
-    python benchmarks/published_dense.py [ROW ...] [--study vTrain] [--most 20] [--limit 300]
+    python benchmarks/published_dense.py [ROW ...] [--study vTrain] [--most 20] [--limit 600]
     python benchmarks/published_dense.py 745 --free     # the search chooses units and batches, too
 
 Rows are those of ``published/runs.csv`` and ``single_node.csv``, or of other tables (``--table``).

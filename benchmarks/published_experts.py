@@ -1,7 +1,7 @@
 """Published plans of mixtures of experts beside what autodist finds, both by the audit of the
 program emitted.
 
-    python benchmarks/published_experts.py [ROW ...] [--limit 300]
+    python benchmarks/published_experts.py [ROW ...] [--limit 600]
 
 ``published/runs.csv`` has the rows: NVIDIA's tables of Megatron-Bridge (github.com/NVIDIA-NeMo/
 Megatron-Bridge, docs/performance-summary-archive.md, containers 25.09 and 25.11), pretraining, no

@@ -104,7 +104,7 @@ class AutodistOptions:
     zigzag: bool = True
     imbalance: float | Mapping[str, float] = IMBALANCE
     simpler_within: float = SIMPLER_WITHIN
-    time_limit_s: float = 300.0
+    time_limit_s: float = 600.0
     save_plan: str | None = None
     load_plan: str | None = None
 

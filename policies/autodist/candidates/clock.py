@@ -20,7 +20,7 @@ many times the limit, or as many seconds more, whatever is later. Work is what t
 the time: on a busy machine less than the wall's, and at least a quarter of it.
 """
 
-UNHURRIED_S, LEAST_STEADY = 120.0, 0.4
+UNHURRIED_S, LEAST_STEADY = 120.0, 0.2
 """A search of more than that many seconds has its time so that nothing is left out, and not so that
 each step takes longer: steps that take whatever time they get are given their shares of so many
 seconds, or of that share of the limit, whatever is more.
@@ -38,7 +38,7 @@ LATEST = 4
 def steady_share(limit_s: float) -> float:
     """The share of a limit that is dealt out to steps which take whatever time they get.
 
-    Example: all of 60 s, 120 of 300 s, and 400 of 1000 s.
+    Example: all of 60 s, 120 of 300 s, and 200 of 1000 s.
     """
     return max(LEAST_STEADY, min(1.0, UNHURRIED_S / max(limit_s, SHORTEST_S)))
 

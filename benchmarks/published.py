@@ -480,7 +480,7 @@ def machine_of(study: str, machines: Mapping[str, Machine]) -> Machine:
 
 
 SECONDS_BETWEEN_LINES = 20
-"""How often it is said how far a run is."""
+"""The seconds after which the next row says how far the run is."""
 
 
 def sorted_out(

@@ -57,7 +57,8 @@ class Density:
 
     ``share``: the part of all pairs that is chosen, ``top_k / num_experts``. ``imbalance``: how
     many times its even share the busiest rank is assumed to get where experts are cut. ``groups``:
-    of how many equal groups of experts a token has chosen how many, before it chose experts there.
+    the number of equal groups of experts, and of those that a token chooses first, to choose its
+    experts there.
     """
 
     dims: int

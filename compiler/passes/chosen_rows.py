@@ -58,7 +58,7 @@ def follow_chosen_rows(graph: IRGraph) -> IRGraph:
 
 
 def _in_groups(op: IROp, makers: Mapping[str, IROp], rules: KnownRules) -> IROp:
-    """A dispatch that is told of how many groups of experts its tokens have chosen how many."""
+    """A dispatch that knows the groups of experts which its tokens have chosen first."""
     groups = groups_of(op.arg("chosen"), op.arg("num_experts"), makers)
     rule = op.rule
     assert rule is not None and rule.densities is not None

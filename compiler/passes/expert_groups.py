@@ -1,8 +1,8 @@
 """Routers that choose groups of experts first, and then experts of these groups, as DeepSeek-V3's.
 
 A token goes to fewer ranks then: to at most as many nodes as groups, where each node has one. The
-choice of a group is a ``topk`` whose indices are scattered into zeros, which widen to a mask of the
-scores that the ``topk`` of experts sees.
+choice of a group is a ``topk`` whose indices are scattered: ones into zeros, or zeros into ones.
+What comes of it masks the scores that the ``topk`` of experts sees.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _KEEPING = frozenset(
 )
 """Operators between a mask of groups and the scores that it leaves."""
 
-_WIDENING = frozenset(("expand", "repeat_interleave"))
-"""Operators that make a group's number one of each of its experts."""
+_FILLED = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), False),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), True),
+}
+"""Operators that make what is scattered into, and whether its elements are true."""
 
 
 def groups_of(chosen: IRValue, num_experts: int, makers: Mapping[str, IROp]) -> tuple[int, int]:
@@ -30,32 +33,58 @@ def groups_of(chosen: IRValue, num_experts: int, makers: Mapping[str, IROp]) -> 
     op = makers.get(chosen.name)
     if op is None or op.target != "topk":
         return 1, 1
-    waiting, seen = [(op.operands[0], False)], set[str]()
+    # Values on the way to a mask: whether a group's element is that of all its experts by then, and
+    # whether experts stay where it is true.
+    waiting, seen = [(op.operands[0], False, True)], set[str]()
     while waiting:
-        value, widened = waiting.pop()
+        value, widened, stays = waiting.pop()
         op = makers.get(value.name)
         if op is None or value.name in seen:
             continue
         seen.add(value.name)
         if op.target == "scatter" and widened:
-            index = op.arg("index")
-            maker = makers.get(index.name)
-            num_groups, num_chosen = value.shape[-1], index.shape[-1]
-            if maker is not None and maker.target == "topk" and num_experts % num_groups == 0:
-                return num_groups, num_chosen
+            found = _scattered(op, num_experts, makers, stays=stays)
+            if found is not None:
+                return found
         if op.target in _KEEPING:
-            widened = widened or _widens(op, num_experts)
-            waiting.extend((operand, widened) for operand in op.operands)
+            for operand in op.operands:
+                wide = widened or _widens(op, operand, num_experts)
+                waiting.append((operand, wide, stays != _turns(op, operand)))
     return 1, 1
 
 
-def _widens(op: IROp, num_experts: int) -> bool:
-    """Whether an operator gives each group's number to all of its experts, which lie side by
+def _scattered(
+    op: IROp, num_experts: int, makers: Mapping[str, IROp], *, stays: bool
+) -> tuple[int, int] | None:
+    """The groups of a mask, and how many of them stay; nothing if the operator makes none.
+    ``stays``: whether groups stay whose elements are true.
+    """
+    index, filled = makers.get(op.arg("index").name), makers.get(op.operands[0].name)
+    num_groups, num_scattered = op.results[0].shape[-1], op.arg("index").shape[-1]
+    number = op.arg("src", None)
+    if index is None or index.target != "topk" or filled is None or filled.target not in _FILLED:
+        return None
+    if isinstance(number, IRValue) or bool(number) == _FILLED[filled.target]:
+        return None
+    if num_experts % num_groups:
+        return None
+    return num_groups, num_scattered if bool(number) == stays else num_groups - num_scattered
+
+
+def _turns(op: IROp, operand: IRValue) -> bool:
+    """Whether experts go where an operand is true, if they stay where the result is."""
+    if op.target == "masked_fill":
+        return operand is op.arg("mask")
+    is_zero = op.target == "eq" and op.arg("other", None) == 0
+    return is_zero or op.target in ("bitwise_not", "logical_not")
+
+
+def _widens(op: IROp, operand: IRValue, num_experts: int) -> bool:
+    """Whether an operator gives each group's element to all of its experts, which lie side by
     side.
     """
-    if op.target not in _WIDENING:
-        return False
-    before, after = op.operands[0].shape, op.results[0].shape
-    if op.target == "expand":
-        return len(after) > 1 and before[-1] == 1 and after[-2] * after[-1] == num_experts
-    return len(before) == len(after) and after[-1] == num_experts
+    before, after = operand.shape, op.results[0].shape
+    if op.target == "repeat_interleave":
+        return len(before) == len(after) and after[-1] == num_experts
+    is_column = len(before) == len(after) > 1 and before[-1] == 1 and before[-2] == after[-2]
+    return bool(is_column and after[-2] * after[-1] == num_experts)

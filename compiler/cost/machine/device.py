@@ -85,8 +85,8 @@ class Device:
       it has been launched and all before it have ended.
     - ``queue_stops``: whether the host waits, at the end of each forward, until the device is done:
       for a clock or a loss that it reads there. Then none of the backward has been launched.
-    - ``experts_one_by_one``: whether products of experts are launched one for each expert, and not
-      one for all of them: where there is no kernel for all.
+    - ``experts_one_by_one``: whether the host launches a product for each expert, and not one for
+      all of them: where there is no kernel for all.
 
     - ``overlap``: the part of a message that costs no time while the device computes at least as
       long; 1: all of it.
@@ -319,9 +319,12 @@ def _read_part(fields: Fields, key: str, *, zero: bool = False) -> float:
 
 
 def _read_flag(fields: Fields, key: str) -> bool:
+    """Something that is so of a queue of launches."""
     flag = fields.value(key) if fields.has(key) else False
     if not isinstance(flag, bool):
         raise fields.error(key, "is true or false")
+    if flag and not fields.has("queue_s"):
+        raise fields.error(key, "is about the queue of launches, which begins with queue_s")
     return flag
 
 

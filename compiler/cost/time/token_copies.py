@@ -75,16 +75,16 @@ def sent_tokens(call: LocalCall, num_ranks: int, before: int) -> float:
     tokens, _ = (call.operands[0] if call.op.target == "dispatch" else call.results[0]).shape
     # Of all ranks that a token may be on in the end.
     reached, density = before * num_ranks, density_of(call)
-    part = asked(reached, chosen_by_token(call), density.groups)
+    part = asked_share(reached, chosen_by_token(call), density.groups)
     return tokens * reached * min(1.0, part * density.imbalance)
 
 
-def asked(num_parts: int, choices: float, groups: tuple[int, int]) -> float:
+def asked_share(num_parts: int, choices: float, groups: tuple[int, int]) -> float:
     """How likely a token has chosen an expert of one of so many equal parts of all experts, if it
     chooses evenly: first some of all ``groups`` of experts, and then experts there.
 
     A group is several parts, or a part several groups. Where neither is so, as with 3 parts and 8
-    groups, groups are taken not to count, which tells more than there is.
+    groups, groups are taken not to count, which makes the share too large.
 
     8 experts in 4 of 8 groups: one of 8 parts is asked by 45 % of all tokens; without groups, 66 %.
     """

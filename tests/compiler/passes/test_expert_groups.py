@@ -14,8 +14,8 @@ from shardwright.experts import combine, dispatch
 
 
 class Router(nn.Module):
-    """Scores [8, 12] of 12 experts: a token chooses 2 of 4 groups, and 3 experts there. ``apart``:
-    the experts of a group do not lie side by side.
+    """Scores [8, 12] of 12 experts, in ``form``: a token chooses 2 of 4 groups, or leaves one out,
+    and 3 experts there.
     """
 
     def __init__(self, form: str) -> None:
@@ -25,16 +25,28 @@ class Router(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         scores = scores * self.gain
-        groups = scores.view(8, 4, 3).amax(-1).topk(2).indices
+        of_groups = scores.view(8, 4, 3).amax(-1)
+        groups = of_groups.topk(2).indices
         mask = torch.zeros(8, 4).scatter_(1, groups, 1)
-        if self.form == "side by side":
-            mask = mask.unsqueeze(-1).expand(8, 4, 3).reshape(8, 12)
+        if self.form == "apart":  # the experts of a group do not lie side by side
+            mask = mask.unsqueeze(1).expand(8, 3, 4).reshape(8, 12)
         elif self.form == "repeated":
             mask = mask.repeat_interleave(3, dim=1)
         else:
-            mask = mask.unsqueeze(1).expand(8, 3, 4).reshape(8, 12)
-        chosen_of = scores if self.form == "unused" else scores.masked_fill(mask == 0, -torch.inf)
-        weights, chosen = chosen_of.topk(3)
+            mask = mask.unsqueeze(-1).expand(8, 4, 3).reshape(8, 12)
+        of_experts = scores.masked_fill(mask == 0, -torch.inf)
+        if self.form == "times":
+            of_experts = scores * mask
+        elif self.form == "left out":
+            worst = (-of_groups).topk(1).indices
+            gone = torch.zeros(8, 4).scatter_(1, worst, 1).unsqueeze(-1) > 0
+            of_experts = scores.view(8, 4, 3).masked_fill(gone, -torch.inf).flatten(1)
+        elif self.form == "of the authors":  # of DeepSeek-V3
+            gone = torch.ones(8, 4, dtype=torch.bool).scatter_(1, groups, False)
+            of_experts = scores.view(8, 4, 3).masked_fill(gone.unsqueeze(-1), -torch.inf).flatten(1)
+        elif self.form == "unused":
+            of_experts = scores
+        weights, chosen = of_experts.topk(3)
         rows, gains, routing = dispatch(scores, chosen, weights, num_experts=12)
         return combine(rows * gains.unsqueeze(-1), routing).sum() + mask.sum()
 
@@ -47,7 +59,15 @@ def groups_in(graph: IRGraph) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("form", "groups"),
-    [("side by side", (4, 2)), ("repeated", (4, 2)), ("apart", (1, 1)), ("unused", (1, 1))],
+    [
+        ("of transformers", (4, 2)),
+        ("of the authors", (4, 2)),
+        ("repeated", (4, 2)),
+        ("times", (4, 2)),
+        ("left out", (4, 3)),
+        ("apart", (1, 1)),
+        ("unused", (1, 1)),
+    ],
 )
 def test_groups_are_found_where_they_limit_the_choice(form: str, groups: tuple[int, int]) -> None:
     traced = trace(Router(form), {"scores": torch.randn(8, 12)})

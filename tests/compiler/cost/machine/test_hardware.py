@@ -306,9 +306,18 @@ def test_a_larger_product_never_takes_less(sizes: list[int], index: int, more: i
     ) * (1 + 1e-12)
 
 
-def test_a_flag_is_true_or_false() -> None:
-    data = {**SMALL, "device": {**SMALL["device"], "queue_stops": 1}}
-    with pytest.raises(ConfigError, match="queue_stops is true or false"):
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"queue_stops": 1}, "queue_stops is true or false"),
+        ({"experts_one_by_one": True}, "experts_one_by_one is about the queue of launches"),
+    ],
+)
+def test_flags_are_true_or_false_and_need_what_they_are_about(
+    fields: dict[str, object], words: str
+) -> None:
+    data = {**SMALL, "device": {**SMALL["device"], **fields}}
+    with pytest.raises(ConfigError, match=words):
         Hardware.from_json(data, 3)
 
 

@@ -16,7 +16,7 @@ from shardwright.compiler.cost.machine.hardware import Tier, load_hardware
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.operator_traffic import VIEWS, call_bytes
-from shardwright.compiler.cost.time.token_copies import LAUNCHES, asked
+from shardwright.compiler.cost.time.token_copies import LAUNCHES, asked_share
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.entry import trace
@@ -134,9 +134,9 @@ def test_tokens_that_choose_groups_first_go_to_fewer_ranks(num_parts: int) -> No
         for choice in itertools.product(experts, repeat=3):
             ways += num_parts
             hits += len({expert * num_parts // 8 for expert in choice})
-    assert asked(num_parts, 3, (4, 2)) == pytest.approx(hits / ways)
-    assert asked(num_parts, 3, (4, 4)) == pytest.approx(asked(num_parts, 3, (1, 1)))
+    assert asked_share(num_parts, 3, (4, 2)) == pytest.approx(hits / ways)
+    assert asked_share(num_parts, 3, (4, 4)) == pytest.approx(asked_share(num_parts, 3, (1, 1)))
 
 
 def test_groups_that_parts_do_not_fit_do_not_count() -> None:
-    assert asked(3, 3, (4, 2)) == asked(3, 3, (1, 1)) == pytest.approx(19 / 27)
+    assert asked_share(3, 3, (4, 2)) == asked_share(3, 3, (1, 1)) == pytest.approx(19 / 27)

@@ -15,7 +15,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.calibrate.calibrate import calibrate
 from shardwright.frontend.cli.commands import INTERRUPTED
-from shardwright.frontend.cli.progress_line import ProgressText
+from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ConfigError

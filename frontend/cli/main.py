@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from shardwright.frontend.cli.commands import BROKEN_PIPE, INTERRUPTED, parse
+from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ShardwrightError, format_error
 
@@ -74,12 +75,13 @@ def _progress() -> contextlib.AbstractContextManager[None]:
     """What shows the progress of a command: a line on a terminal. Where there is none, what takes
     long says now and then that it does something new.
     """
+    if not sys.stderr.isatty():
+        return listening(ProgressText(SECONDS_BETWEEN_LINES))
     if importlib.util.find_spec("rich") is None:
         return contextlib.nullcontext()
-    from shardwright.frontend.cli.progress_line import ProgressLine, ProgressText
+    from shardwright.frontend.cli.progress_line import ProgressLine
 
-    is_watched = sys.stderr.isatty()
-    return listening(ProgressLine() if is_watched else ProgressText(SECONDS_BETWEEN_LINES))
+    return listening(ProgressLine())
 
 
 def _print_error(text: str) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 
 import shardwright
 from shardwright.frontend.cli import main as command_line
-from shardwright.frontend.cli.progress_line import ProgressLine, ProgressText
+from shardwright.frontend.cli.progress_line import ProgressLine
+from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.frontend.search_plan import PlanSearch
 from shardwright.runtime.activity import activity, listening, tell
 from shardwright.runtime.checkpoint.merge_files import merge_checkpoint

@@ -3,8 +3,9 @@
     with activity("merging"):
         tell("transformer.wte.weight", 3 / 150)
 
-Nobody listens in a program of one's own, and nothing happens. The command line does, and draws a
-line on a terminal (``frontend/cli/progress_line.py``).
+Nobody listens in a program of one's own, and nothing happens. The command line does: it draws a
+line on a terminal (``frontend/cli/progress_line.py``), and prints lines where there is none
+(``frontend/cli/progress_text.py``).
 """
 
 from __future__ import annotations

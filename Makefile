@@ -62,6 +62,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d',cat) constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt 'setuptools>=77'
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test]'
 	@touch $@

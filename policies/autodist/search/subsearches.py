@@ -229,6 +229,10 @@ def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None
         f"{title}, {subsearch.title}": needed for title, needed in found.needed_bytes.items()
     }
     total.bounds |= {f"{title}, {subsearch.title}": bound for title, bound in found.bounds.items()}
+    total.bounded |= {
+        f"{title}, {subsearch.title}": replace(cut_request, title=f"{title}, {subsearch.title}")
+        for title, cut_request in found.bounded.items()
+    }
     total.least = min(
         total.least, (found.least[0], f"{found.least[1]}, {subsearch.title}", found.least[2])
     )

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import planning
 import plans
@@ -35,13 +35,17 @@ from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
     Candidate,
+    CutRequest,
+    LoweredPlacement,
     NotCompared,
     SearchResult,
 )
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
 from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
+from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
@@ -337,10 +341,10 @@ def found_by(seconds: Mapping[int, float]) -> Any:
             raise KeyboardInterrupt
         step_s = seconds[subsearch.zero_stage]
         placed = PlacedModel(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
-        return SearchResult(
-            bounds={"2 stages": 0.8 * step_s},
-            audited=[Candidate("one rank", placed.plan, step_s, (placed,))],
-        )
+        found = SearchResult(audited=[Candidate("one rank", placed.plan, step_s, (placed,))])
+        lowered = LoweredPlacement(placed, cast(Walk, None))  # no program of it is asked for
+        found.bound(CutRequest("2 stages", (lowered,), 2, NamedSchedule("1f1b", 1)), 0.8 * step_s)
+        return found
 
     return one
 
@@ -356,8 +360,8 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
     left = "3 of 4 combinations; no time was left for others"
     assert found.searched == f"stages 0, 1 and 2 of ZeRO ({left})"
     stated = certificate(found, found.best, load_hardware("a100-80gb"))
-    # Two were found, each with a mesh of its own and a bound for two stages.
-    covered = "any plan on 4 meshes, without pipelines, those that the search came to"
+    # Two were found, each with a mesh of its own and a pipeline that has a bound and no plan.
+    covered = "any plan on 4 meshes and schedules, those that the search came to"
     assert stated.covers == covered and f"for {covered} (gap" in stated.claim
     with pytest.raises(KeyboardInterrupt):
         variants_of(config_of(1, 2)).search(found_by({0: -1.0}), 60.0)

@@ -34,6 +34,9 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.printer import print_dtype, print_size
+from shardwright.compiler.plan.check import input_paths
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.frontend.files.locks import WRITE_HINT
@@ -139,6 +142,7 @@ def _source_files(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]
 class Request:
     """What a compile is recognised by. ``graph``: the digest of the graph as traced. ``policy``:
     its name or import path.
+    ``inputs``: the tensors among the dummy arguments, by path, in words.
     ``files``: those that options of the policy name, to the digests of their contents.
     ``operators``: those of ``register_op``, to the digests of what they bring to a program.
     ``source``: the digest of this package.
@@ -149,6 +153,7 @@ class Request:
     policy: str
     shardwright_version: str
     torch_version: str = str(torch.__version__)
+    inputs: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     operators: Mapping[str, str] = field(default_factory=dict)
     source: str = field(default_factory=source_digest)
@@ -165,17 +170,19 @@ class Request:
             "shardwright_version": self.shardwright_version,
             "torch_version": self.torch_version,
             "source": self.source,
+            "inputs": dict(self.inputs),
             **({"files": dict(self.files)} if self.files else {}),
             **({"operators": dict(self.operators)} if self.operators else {}),
         }
 
     def differences(self, made_for: Mapping[str, Any]) -> str:
         """What differs from the request for which a directory was made, in words."""
-        # The model, the config field by field, versions, files, operators.
-        words = []
-        # Digests only: which part of the model has changed is not known.
-        if made_for.get("graph") != self.graph:
-            words.append("the model, or its dummy arguments, changed")
+        # Inputs or the model, the config field by field, versions, files, operators.
+        words = _inputs_changed(self.inputs, made_for.get("inputs", self.inputs))
+        # The graph follows from the inputs too. With other ones, it tells nothing of the model.
+        if made_for.get("graph") != self.graph and not words:
+            # Digests only: which part of the model has changed is not known.
+            words.append("the model, or a value among its dummy arguments, changed")
         config, other = self.config.to_json(), made_for.get("config", {})
         words += [
             f"{name} is {config[name]!r}, was {other.get(name)!r}"
@@ -198,6 +205,28 @@ class Request:
         operators = _changed(self.operators, made_for.get("operators", {}))
         words += [f"what register_op says of {name} has changed" for name in operators]
         return "; ".join(words)
+
+
+def describe_inputs(graph: IRGraph) -> dict[str, str]:
+    """The tensors that a module is given, by path: ``{"x": "f32[4, 8]"}``."""
+    described = {}
+    for path, value in input_paths(graph).items():
+        sizes = ", ".join(print_size(size) for size in value.shape)
+        described[path] = f"{print_dtype(value.dtype)}[{sizes}]"
+    return described
+
+
+def _inputs_changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """What is said of each input that is not as it was."""
+    words = []
+    for path in _changed(now, before):
+        if path not in before:
+            words.append(f"the dummy arguments have a tensor {path!r}, and had none")
+        elif path not in now:
+            words.append(f"the dummy arguments have no tensor {path!r}, and had one")
+        else:
+            words.append(f"dummy argument {path!r} is {now[path]}, was {before[path]}")
+    return words
 
 
 def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:

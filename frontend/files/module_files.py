@@ -36,6 +36,7 @@ from shardwright.frontend.files.cache import (
     PLAN_FILE,
     Request,
     Stored,
+    describe_inputs,
     read_plan,
     read_proofs,
     store,
@@ -130,7 +131,13 @@ def _generated(order: Order) -> Generated:
         operators = operator_digests(graph)
         name, config = order.policy.name, order.config
         request = Request(
-            digest(graph), config, name, __version__, files=files, operators=operators
+            digest(graph),
+            config,
+            name,
+            __version__,
+            inputs=describe_inputs(graph),
+            files=files,
+            operators=operators,
         )
         # One process at a time looks, proves and writes.
         with directory_lock(order.directory):

@@ -234,7 +234,7 @@ def test_an_edited_model_is_never_served_stale_code(tmp_path):
     text = refusal(ConfigError, lambda: compile_net(tmp_path, net(hidden=24)))
     assert text == (
         f"{folder} holds files of another compile\n"
-        "  why:   the model, or its dummy arguments, changed\n"
+        "  why:   the model, or a value among its dummy arguments, changed\n"
         "  try:   reuse='moo' compiles again whenever something changed, reuse='override' always; "
         "another instance_name keeps both"
     )
@@ -248,7 +248,7 @@ def test_an_edit_of_the_forward_alone_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Net, "forward", lambda self, x: self.down(torch.tanh(self.up(x + self.table))) * self.steps
     )
-    assert "the model, or its dummy arguments, changed" in refusal(
+    assert "the model, or a value among its dummy arguments, changed" in refusal(
         ConfigError, lambda: compile_net(tmp_path)
     )
     for result in load_on_ranks(tmp_path, reuse="moo"):

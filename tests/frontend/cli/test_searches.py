@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from html import escape
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import zoo
@@ -20,7 +21,7 @@ from shardwright.frontend.search_plan import PlanSearch
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh
 
 MODELS = """
@@ -294,10 +295,18 @@ def test_a_file_says_what_the_command_line_does_not(run, tmp_path: Path) -> None
     config = ComputeConfig(
         plan_ngpus=8, runtime_ngpus=16, use_zero=2, pas_config={"load_plan": "plan.json"}
     )
+
+    def parallelize_with(reuse: Literal["match", "override"]) -> None:
+        parallelize(entry.build(), entry.inputs(), "saved", config, load_module=False, reuse=reuse)
+
+    with pytest.raises(ConfigError, match="holds files of another compile") as found_files:
+        parallelize_with("match")
+    assert found_files.value.why == (
+        "dummy argument 'x' is f64[4, 12], was f64[32, 12]; "
+        "dummy argument 'target' is f64[4, 8], was f64[32, 8]"
+    )
     with pytest.raises(PlanError) as caught:
-        parallelize(
-            entry.build(), entry.inputs(), "saved", config, load_module=False, reuse="override"
-        )
+        parallelize_with("override")
     assert caught.value.what == (
         "the plan is for microbatches of 32 samples, the dummy arguments have 4"
     )

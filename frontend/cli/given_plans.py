@@ -44,7 +44,7 @@ from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
 from shardwright.frontend.report.plan_details import Details, stored_layouts
-from shardwright.policies.autodist.questions.launches import bound_by_launches
+from shardwright.policies.autodist.questions.launches import bound_by_launches, host_unknown
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
@@ -115,11 +115,16 @@ def run_simulate(options: argparse.Namespace) -> int:
     cost = cost_of(compiled)
     print(cost.dumps() if options.json else cost)
     if not options.json:
-        launches = bound_by_launches(
-            cost.step_s, hardware, lambda on: cost_of(compiled, on).step_s, config.runtime_ngpus
-        )
-        if launches is not None:
-            print(launches)
+
+        def step_on(machine: Hardware) -> float:
+            return cost_of(compiled, machine).step_s
+
+        for told in (
+            bound_by_launches(cost.step_s, hardware, step_on, config.runtime_ngpus),
+            host_unknown(cost.step_s, hardware, step_on),
+        ):
+            if told is not None:
+                print(told)
     assumed = imbalance_of(compiled.program.graph)
     if assumed is not None and config.plan_ngpus > 1 and not options.json:
         # No rank gets more than all rows: as many times its share as there are ranks.

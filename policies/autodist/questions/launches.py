@@ -1,4 +1,5 @@
-"""Whether a plan waits for launches and latencies rather than for work.
+"""Whether a plan waits for launches and latencies rather than for work, and whether it may wait for
+a host of which the machine's description says nothing.
 
 Example: on 64 ranks each operator of a small model has a microsecond of work, and the least time of
 an operator is 5 µs. A step takes 9.1 ms, of which 2.4 ms would be left if operators took the time
@@ -15,6 +16,15 @@ from shardwright.compiler.plan.amounts import amount
 
 MOST_LAUNCHES = 0.5
 """The part of a step from which it is said to be bound by launches."""
+
+TYPICAL_LAUNCH_S = 20e-6
+"""The seconds in which a host launches an operator of eager PyTorch, where nothing is known of it:
+the slower of two hosts of H100 on which a calibration measured it took 19.4 µs, the other 10.9
+(benchmarks/RESULTS.md, One GPU).
+"""
+
+LEAST_LONGER = 0.1
+"""How much longer than predicted a step is by such a host, as a part of it, if it is said."""
 
 
 def bound_by_launches(
@@ -36,6 +46,29 @@ def bound_by_launches(
     if num_ranks == 1:
         return f"{text}; larger microbatches cost little more"
     return f"{text}; use fewer ranks, or larger microbatches"
+
+
+def host_unknown(
+    step_s: float, hardware: Hardware, step_on: Callable[[Hardware], float]
+) -> str | None:
+    """What is said of a plan whose step is longer by a tenth or more with a typical host, on a
+    machine that was not measured and does not say how long its host takes; ``None`` of others.
+
+    ``step_s``, ``step_on``: as in :func:`bound_by_launches`.
+    """
+    device = hardware.device
+    if hardware.measurements or any(device.queue_s) or any(device.host_s):
+        return None
+    both = (TYPICAL_LAUNCH_S, TYPICAL_LAUNCH_S)
+    hosted_s = step_on(replace(hardware, device=replace(device, queue_s=both)))
+    if hosted_s < (1 + LEAST_LONGER) * step_s:
+        return None
+    return (
+        f"host not counted: {hardware.name} does not say how long a host takes to launch an "
+        f"operator; at {amount(TYPICAL_LAUNCH_S, 's')} each, as measured elsewhere, a step takes "
+        f"{amount(hosted_s, 's')} and not {amount(step_s, 's')}; measure yours with shardwright "
+        "calibrate, or give queue_s in a hardware file"
+    )
 
 
 def _without_waiting(hardware: Hardware) -> Hardware:

@@ -76,6 +76,11 @@ NODES = {"vTrain, several nodes, A100 80GB": 4 * 24e9}
 than the preset does: four cards of 200 Gb/s for eight devices, each as fast as the preset's.
 """
 
+MEMORY = {"torchtitan, H100": 2.4e12, "torchtitan, not compiled, H100": 2.4e12}
+"""Peak bytes per second of memory, by study, where a source tells of another one: torchtitan's H100
+have HBM2e of 2.4 TB/s.
+"""
+
 NVLINK = {2: (20e-6, 184e9), 4: (9.5e-6, 214e9), 8: (12.5e-6, 238e9)}
 """Seconds of a hop and bytes per second inside a node of vTrain, by the devices that meet: a line
 through each table of all-reduces that its authors measured (``trace/a100`` of their repository), of
@@ -83,10 +88,36 @@ through each table of all-reduces that its authors measured (``trace/a100`` of t
 that of large ones on 8 devices.)
 """
 
-ATTENTION = {"llm-foundry": (0.40, 0.30)}
-"""The part of the peak that attention reaches, forward and backward, by the beginning of a study's
-name, where other kernels ran than the preset's. llm-foundry took the first FlashAttention, in
-Triton: it reaches 30 to 50 % forward and 25 to 35 % backward (Dao 2023, arXiv 2307.08691).
+FLASH_1_IN_TRITON, FLASH_2 = "FlashAttention in Triton", "FlashAttention-2"
+
+KERNELS = {
+    "llm-foundry": FLASH_1_IN_TRITON,
+    "torchtitan": FLASH_2,
+    "foundation-model-stack/fms-fsdp": FLASH_2,
+}
+"""The kernel of attention that a system ran, by the beginning of a study's name, where it is not
+the preset's. llm-foundry's default at the time was ``triton`` (``scripts/train/benchmarking/
+submit_benchmarks.py``, v0.4.0). torch took FlashAttention-2 on H100 until 2.10, and cuDNN since
+(``check_prefer_cudnn_attention`` in torch's ``sdp_utils.cpp``); torchtitan asks for it by name on
+devices before Blackwell (pytorch/torchtitan#1196).
+"""
+
+ATTENTION: Mapping[tuple[str, str], tuple[float, float]] = {
+    (FLASH_1_IN_TRITON, "A100"): (0.40 * 312e12, 0.30 * 312e12),
+    (FLASH_1_IN_TRITON, "H100"): (0.40 * 1.62 * 312e12, 0.30 * 1.64 * 312e12),
+    (FLASH_2, "H100"): (335e12, 322e12),
+    (FLASH_2, "H200"): (335e12, 322e12),
+}
+"""Operations per second that a kernel of attention reaches, forward and backward, by the beginning
+of the device's name; for other devices those of the preset.
+
+- The first FlashAttention in Triton reaches 30 to 50 % of an A100's 312 Tflop/s forward and 25 to
+  35 % backward (Dao 2023, arXiv 2307.08691).
+- FlashAttention-2 on H100: causal forward, and backward, of the longest sequence with heads of 128
+  (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6). A100's preset has it.
+- Both are written for the instructions of A100. FlashAttention-2 reaches 370 and 322 Tflop/s on
+  H100 without a mask, and 0.73 and 0.63 of the peak on A100: 1.62 and 1.64 times as much. The
+  first one in Triton is taken to gain as much.
 """
 
 TIMED = ("vTrain", "Megatron-LM")
@@ -168,11 +199,13 @@ def _machine(
     changed["matmul_efficiency"] = products
     # What attention reaches does not depend on what other products do.
     reached = tuple(device.matmul_efficiency * x for x in device.attention_efficiency)
-    reached = next((x for name, x in ATTENTION.items() if study.startswith(name)), reached)
+    rates = _attention_rates(study, gpu)
+    if rates is not None:
+        reached = tuple(rate / device.flops_per_s["bfloat16"] for rate in rates)
     changed["attention_efficiency"] = tuple(x / products for x in reached)
-    if "memory" in constants:
-        # Presets assume nine tenths of the peak.
-        changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
+    # Presets assume nine tenths of the peak.
+    peak_bytes_per_s = MEMORY.get(study, device.bytes_per_s / 0.9)
+    changed["bytes_per_s"] = constants.get("memory", 0.9) * peak_bytes_per_s
     if precision != "bfloat16":
         changed |= {"linear_dtype": precision, "linear_cast_bytes": CASTS}
     if "launch_us" in constants:
@@ -187,6 +220,14 @@ def _machine(
     waits, late_s = constants.get("waits", 1.0), 1e-6 * constants.get("late_us", 0.0)
     tiers = tuple(_as_waited_for(tier, waits, late_s) for tier in (*inner, network))
     return replace(hardware, device=replace(device, **changed), tiers=tiers)
+
+
+def _attention_rates(study: str, gpu: str) -> tuple[float, float] | None:
+    """The operations per second of a study's attention, forward and backward; nothing if they are
+    those of the preset.
+    """
+    kernel = next((kernel for name, kernel in KERNELS.items() if study.startswith(name)), None)
+    return ATTENTION.get((kernel or "", gpu.partition(" ")[0]))
 
 
 def _meeting(row: Row) -> int:

@@ -70,6 +70,11 @@ RECOMPUTED = {
 }
 """What a row computes again, by the words of tables."""
 
+SPLIT_SEQUENCES = (*LATER_MEGATRON, "torchtitan")
+"""The beginnings of studies whose tensor parallelism always splits the sequence, too. torchtitan's
+plan of a Llama has ``SequenceParallel`` for its norms (``parallelize_llama.py``).
+"""
+
 SCHEDULES = ("", "1f1b", "interleaved", "interleaved 1f1b", "1f1b interleaved")
 """Schedules of pipelines that rows can have, as tables write them."""
 
@@ -307,7 +312,7 @@ def _recompute_of(cells: Cells, study: str) -> str:
         kind = "none"
     tensor_parallel, stages = cells.text("tp") not in ("", "1"), cells.text("pp") not in ("", "1")
     left_out = kind == "full" and stages and _is_of_vtrain(cells)
-    in_sequence = others or (tensor_parallel and study.startswith(LATER_MEGATRON))
+    in_sequence = others or (tensor_parallel and study.startswith(SPLIT_SEQUENCES))
     words = (kind, BUT_THE_LAST * left_out, SEQUENCE_PARALLEL * bool(in_sequence))
     return ", ".join(word for word in words if word)
 

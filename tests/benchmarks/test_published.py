@@ -211,6 +211,9 @@ def test_blind_rows_say_runs(script: ModuleType) -> None:
     assert len(rows) == 195 and sum(script.refusal(row) is not None for row in rows) == 10
     fitted = script.load_machines()
     assert not {row.study for row in rows} & set(fitted)
+    # torchtitan's tensor parallelism splits the sequence, too.
+    said = {row.name: row.recompute for row in rows}
+    assert said["b73"] == "full, sequence parallel" and said["b69"] == "full"
 
 
 def test_rows_of_a_later_release_fit_nothing(script: ModuleType) -> None:
@@ -304,6 +307,36 @@ def test_systems_of_megatron_stop_behind_a_forward_and_sum_in_large_buckets(
     assert len(found) == 2
     for stops, numbers in found.values():
         assert stops and numbers == pytest.approx(500e6, rel=1e-3)
+
+
+def test_a_study_has_the_attention_and_the_memory_that_its_system_had(script: ModuleType) -> None:
+    """Operations per second of attention, forward and backward, and the peak of memory: what a
+    source says, or the preset's, whatever products reach.
+    """
+    blind = script.read_tables([script.TABLES / "blind" / "runs.csv"])
+    rows = rows_of(script) | {row.name: row for row in blind}
+    triton = (0.40 * 312e12, 0.30 * 312e12)
+    wanted = {
+        "495": ("llm-foundry, A100 80GB", triton, 2039e9),
+        "b1": ("llm-foundry, H100", (1.62 * triton[0], 1.64 * triton[1]), 3350e9),
+        "b64": ("torchtitan, H100", (335e12, 322e12), 2400e9),
+        "b63": ("torchtitan, not compiled, H100", (335e12, 322e12), 2400e9),
+        "b93": ("torchtitan, H200", (335e12, 322e12), 4800e9),
+        "b96": ("torchtitan, not compiled, A100 80GB", (0.73 * 312e12, 0.63 * 312e12), 2039e9),
+        "280": ("NeMo 24.07, H100", (562e12, 456e12), 3350e9),
+    }
+    for name, (study, rates, memory) in wanted.items():
+        assert rows[name].study == study
+        for products in (None, 0.5):
+            constants = {} if products is None else {"products": products, "memory": 0.6}
+            device = script.Machine(constants).hardware(rows[name]).device
+            reached = [
+                device.flops_per_s["bfloat16"] * device.matmul_efficiency * part
+                for part in device.attention_efficiency
+            ]
+            assert reached == pytest.approx(rates, rel=0.015), name
+            part = 0.9 if products is None else 0.6
+            assert device.bytes_per_s == pytest.approx(part * memory, rel=1e-3), name
 
 
 def test_scores(script: ModuleType) -> None:

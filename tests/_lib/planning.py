@@ -22,8 +22,8 @@ from shardwright.runtime.layout import Mesh
 
 @functools.cache
 def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
-    """Devices that take long to compute and no time to start, with links of any rate: tiny models
-    are worth splitting.
+    """Devices that take long to compute and no time to start, with links of any rate and messages
+    that take nothing from products beside them: tiny models are worth splitting.
     """
     found = load_hardware("a100-80gb", num_devices)
     device = replace(
@@ -31,6 +31,7 @@ def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
         flops_per_s=dict.fromkeys(found.device.flops_per_s, 1e7),
         bytes_per_s=1e7,
         launch_s=1e-9,
+        overlap=1.0,
     )
     tiers = tuple(
         replace(

@@ -5,7 +5,7 @@ neither weights nor disks nor processes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class Compiled:
     """
 
     program: Program | PipelineProgram
-    files: dict[str, str]
+    files: Mapping[str, str]
     config: ComputeConfig
     report: CompileReport = field(default_factory=CompileReport)
     work: WorkShare | None = None
@@ -201,7 +201,7 @@ def compile_graph(
     if outputs is not None and outputs.is_worth_saying:
         warn_of_outputs(program.graph.name, outputs)
     settled = settled_config(program.plan, config)
-    return Compiled(program, dict(emitted.files), settled, manager.report, work)
+    return Compiled(program, emitted.files, settled, manager.report, work)
 
 
 def warn_of_work(name: str, work: WorkShare) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -71,17 +71,21 @@ class Origin:
     unproved: tuple[str, ...] = ()
 
 
+_RANK, _COORDS = "\ue000", "\ue001"
+"""Where the rank and its place in the mesh go. They do not print, so ``ir/quote.py`` lets neither
+into a file, whatever names a model has.
+"""
+
+
 def emit(
     program: Program,
     origin: Origin,
-    num_ranks: int,
     *,
     seed: int = 0,
     rng: str = "fast",
     end2end: bool = False,
-) -> dict[str, str]:
-    """The sources of all ranks of the unit, by file name ``gencode<rank>.py``. They are identical
-    for identical input.
+) -> Callable[[int], str]:
+    """The source of each rank of the unit. It is identical for identical input.
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans
     share their draws.
@@ -89,16 +93,16 @@ def emit(
     fields = Writer(program).fields(origin)
     fields["attributes"] += end2end_lines(program.graph) if end2end else []
     fields["attributes"] += random_lines(seed, rng)
-    template = template_named("module.py.jinja")
     mesh = program.plan.mesh
-    files = {}
-    for rank in range(num_ranks):
-        # The rank and its place in the mesh are all that differs between the files of a unit.
+    # The rank and its place in the mesh are all that differs between the files of a unit.
+    shared = template_named("module.py.jinja").render(**fields, rank=_RANK, coords=_COORDS)
+
+    def source_of(rank: int) -> str:
         coords = ", ".join(f"{axis}={index}" for axis, index in mesh.coords(rank).items())
-        files[f"gencode{rank}.py"] = template.render(
-            **fields, rank=rank, coords=coords or "the only rank"
-        )
-    return files
+        place = docstring(coords or "the only rank")
+        return shared.replace(_RANK, str(rank)).replace(_COORDS, place)
+
+    return source_of
 
 
 def assigned(name: str, value: str) -> list[str]:

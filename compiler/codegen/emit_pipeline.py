@@ -43,12 +43,13 @@ from shardwright.compiler.codegen.symbols_used import output_symbols, used_symbo
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import LeftOut
-from shardwright.compiler.ir.quote import quoted
+from shardwright.compiler.ir.quote import docstring, quoted
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.runtime.activity import tell
 from shardwright.runtime.atoms import Atom, merge_atoms
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.structure import join
@@ -70,8 +71,8 @@ def emit_pipeline(
     *,
     seed: int = 0,
     rng: str = "fast",
-) -> dict[str, str]:
-    """The sources of all ranks of the unit, by file name ``gencode<rank>.py``.
+) -> list[str]:
+    """The sources of all ranks of the unit.
 
     ``train``, ``infer``: the schedules of both modes. Ranks with the same stages share their code.
     What they send to whom differs, and is written for each of them.
@@ -85,7 +86,7 @@ def emit_pipeline(
         body: [_symbols_of(p, index) for index in range(len(p.stages))]
         for body, p in _named_bodies(program)
     }
-    files = {}
+    sources = []
     for rank in range(num_ranks):
         own = program.stages_of(rank)
         if own not in writers:
@@ -100,10 +101,10 @@ def emit_pipeline(
             f"stage {', '.join(map(str, own))}",
             *(f"{axis}={index}" for axis, index in coords.items()),
         ]
-        files[f"gencode{rank}.py"] = template.render(
+        source = template.render(
             **writers[own],
             rank=rank,
-            coords=", ".join(where),
+            coords=docstring(", ".join(where)),
             actions={
                 name: wrap_actions(schedule.texts[positions[rank]])
                 for name, schedule in (("train", train), ("infer", infer))
@@ -113,7 +114,9 @@ def emit_pipeline(
                 for body, p in _named_bodies(program)
             },
         )
-    return files
+        sources.append(source)
+        tell(f"emit rank {rank}", (rank + 1) / num_ranks)
+    return sources
 
 
 def pipeline_positions(program: PipelineProgram) -> dict[int, int]:

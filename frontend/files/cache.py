@@ -41,6 +41,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.frontend.files.locks import WRITE_HINT
 from shardwright.frontend.files.weight_files import Tensors
+from shardwright.runtime.activity import tell
 from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError, PlanError
@@ -360,7 +361,8 @@ def store(
     with replacing(stored) as fresh:
         digests = {}
         # Each file with its digest.
-        for name, text in files.items():
+        for index, (name, text) in enumerate(files.items()):
+            tell(f"write {name}", index / len(files))
             data = text.encode()
             (fresh / name).write_bytes(data)
             digests[name] = sha256(data)

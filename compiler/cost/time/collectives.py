@@ -165,13 +165,16 @@ def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line
     relative = ids - ids[:, :, :1]
     # [groups, 2 * tiers * ranks]
     keys = np.concatenate([*relative.astype(np.float64), *rates], axis=1)
-    firsts = np.unique(keys, axis=0, return_index=True)[1]
+    # By their bytes: numpy compares rows of a million numbers field by field.
+    firsts: dict[bytes, int] = {}
+    for group, key in enumerate(keys):
+        firsts.setdefault(key.tobytes(), group)
     links = [tier.link(kind) for tier in hardware.tiers]
     # A dict, as a set would not keep the order.
     return tuple(
         {
             _lines(kind, _levels(links, ids[:, first], rates[:, first])): None
-            for first in sorted(firsts)
+            for first in firsts.values()
         }
     )
 
@@ -220,10 +223,14 @@ def _crosses(outer: Ids, inner: Ids) -> npt.NDArray[np.bool_]:
 
     Ids ascend along a row, so members of one outer group are neighbours.
     """
-    joined = (outer[:, 1:] == outer[:, :-1]) & (inner[:, 1:] != inner[:, :-1])
-    uses = np.zeros(outer.shape, dtype=bool)
-    for row, column in zip(*np.nonzero(joined), strict=True):
-        uses[row] |= outer[row] == outer[row, column]
+    first = np.ones((len(outer), 1), dtype=bool)
+    begins = np.hstack([first, outer[:, 1:] != outer[:, :-1]])
+    joins = ~begins & np.hstack([~first, inner[:, 1:] != inner[:, :-1]])
+    # Neighbours of one outer group are a run; runs are numbered over all rows.
+    run = begins.cumsum().reshape(outer.shape) - 1
+    has_join = np.zeros(begins.sum(), dtype=bool)
+    has_join[run[joins]] = True
+    uses: npt.NDArray[np.bool_] = has_join[run]
     return uses
 
 

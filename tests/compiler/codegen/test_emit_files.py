@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 
 from shardwright.compiler.codegen.emit_files import EmittedFiles, print_files
+from shardwright.compiler.codegen.unit_files import UnitFiles
 from shardwright.compiler.compile import pass_manager
 from shardwright.compiler.pass_manager import FunctionPass
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import InternalError
+from shardwright.runtime.mesh import MOST_RANKS
 
 STAGES: Any = None  # a program whose ranks run different files
 
@@ -30,3 +34,20 @@ def test_files_stand_under_their_names() -> None:
     assert print_files(EmittedFiles(STAGES, files)) == (
         "==== gencode0.py\nx = 1\n\n==== plan.json\n{}\n"
     )
+
+
+def test_files_of_many_ranks_are_made_when_they_are_read() -> None:
+    """A unit of a million ranks is priced without writing a million files."""
+    files = plans.compile_with(plans.zoo_graph("mlp"), find_policy("tp").apply, 2).files
+    first, second = (files[name].splitlines() for name in list(files)[:2])
+    assert [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]] == [
+        ("rank    0 (tp=0)", "rank    1 (tp=1)"),
+        ("    rank = 0", "    rank = 1"),
+    ]
+    many = UnitFiles(MOST_RANKS, lambda rank: f"rank = {rank}\n", "{}")
+    assert len(many) == MOST_RANKS + 1 and many[f"gencode{MOST_RANKS - 1}.py"] == "rank = 1048575\n"
+    assert [name in many for name in ("gencode1048576.py", "gencode01.py", "plan.json")] == [
+        False,
+        False,
+        True,
+    ]

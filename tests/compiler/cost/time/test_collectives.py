@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -368,6 +369,17 @@ def test_thousands_of_ranks_are_fast_and_cached() -> None:
     )
     assert again < 50 * 100
     assert axes_collective_s(hardware, "all_reduce", 1e9, mesh, ("tp",), ranks) > 0
+
+
+def test_a_group_of_half_a_million_ranks_is_priced_in_seconds() -> None:
+    """Work grows with the ranks of a group, and not with their square."""
+    hardware = load_hardware("h100", 2**19)
+    start = time.process_time()
+    everyone, half = (
+        collective_s(hardware, "all_reduce", 1e9, range(count)) for count in (2**19, 2**18)
+    )
+    assert time.process_time() - start < 10  # less than one; with the square a minute
+    assert half < everyone < 2 * half
 
 
 def _error(*arguments: object) -> str:

@@ -44,7 +44,11 @@ from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
 from shardwright.frontend.report.plan_details import Details, stored_layouts
-from shardwright.policies.autodist.questions.launches import bound_by_launches, host_unknown
+from shardwright.policies.autodist.questions.launches import (
+    bound_by_launches,
+    host_unknown,
+    repeated_work,
+)
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
@@ -121,6 +125,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
         for told in (
             bound_by_launches(cost.step_s, hardware, step_on, config.runtime_ngpus),
+            repeated_work(compiled.plan, config.num_units),
             host_unknown(cost.step_s, hardware, step_on),
         ):
             if told is not None:

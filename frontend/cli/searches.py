@@ -48,7 +48,11 @@ from shardwright.policies.autodist.questions.explain import (
     factor_dims,
     operators_of,
 )
-from shardwright.policies.autodist.questions.launches import bound_by_launches, host_unknown
+from shardwright.policies.autodist.questions.launches import (
+    bound_by_launches,
+    host_unknown,
+    repeated_work,
+)
 from shardwright.policies.autodist.questions.odd_sizes import slowed_by_odd_sizes
 from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
 from shardwright.policies.autodist.questions.what_if import (
@@ -195,8 +199,9 @@ def _say_what_slows(console: Console, request: Request) -> None:
 
     num_ranks = request.config.runtime_ngpus
     launches = bound_by_launches(best.step_s, request.hardware, step_on, num_ranks)
+    repeated = repeated_work(best.plan, request.config.num_units)
     host = host_unknown(best.step_s, request.hardware, step_on)
-    for told in (launches, host, slowed_by_odd_sizes(request)):
+    for told in (launches, repeated, host, slowed_by_odd_sizes(request)):
         if told is not None:
             # not markup: it has shapes in brackets
             console.print(told, soft_wrap=True, markup=False)

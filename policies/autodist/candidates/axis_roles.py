@@ -40,6 +40,9 @@ TOKENS = ("dp", "sp")
 COPIES = "copies"
 """What an axis is called whose ranks all do and hold the same."""
 
+WHOLE = ("R", "G")
+"""The strategies with which every rank of an axis computes everything."""
+
 
 def role_of(dim: str) -> str:
     """The role of a dim by its name: ``tp`` for anything that no other role has. Where tokens are
@@ -71,7 +74,7 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
         # No operator splits along it: it cuts stored parameters only, or copies everything.
         if not any(counts[axis].values()):
             role = (
-                "tp" if any(axis in _cut_by(layout) for layout in plan.stored.values()) else COPIES
+                "tp" if any(axis in layout.cut_axes for layout in plan.stored.values()) else COPIES
             )
         # A second axis of one role is ``tp2``.
         taken = sum(1 for name in names.values() if name.rstrip("0123456789") == role)
@@ -79,13 +82,19 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
     return renamed(plan, names)
 
 
-def _cut_by(layout: Layout) -> set[str]:
-    """The axes that cut some dim of a tensor."""
-    found: set[str] = set()
-    for dim in layout.dims:
-        for atom in dim:
-            found.update(atom.axes)
-    return found
+def copying_axes(plan: Plan) -> frozenset[str]:
+    """The axes along which all ranks do and hold the same, whatever they are called: no operator
+    splits anything along them, and no tensor is stored in pieces over them.
+    """
+    meshes = [stage.mesh for stage in plan.stages] or [plan.mesh]
+    axes = {name for mesh in meshes for name in mesh.names}
+    for assignment in plan.strategies.values():
+        axes.difference_update(axis for axis, does in assignment.items() if does not in WHOLE)
+    layouts = [*plan.stored.values(), *plan.inputs.values(), *plan.outputs.values()]
+    for layout in layouts:
+        if isinstance(layout, Layout):
+            axes.difference_update(layout.cut_axes, layout.partial)
+    return frozenset(axes)
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:

@@ -1,18 +1,25 @@
-"""Whether a plan waits for launches and latencies rather than for work, and whether it may wait for
-a host of which the machine's description says nothing.
+"""Whether a plan has more ranks than it has work for, and whether it may wait for a host of which
+the machine's description says nothing.
 
 Example: on 64 ranks each operator of a small model has a microsecond of work, and the least time of
 an operator is 5 µs. A step takes 9.1 ms, of which 2.4 ms would be left if operators took the time
 of their work alone, and messages that of their bytes. Fewer ranks then use their devices better.
+
+A search of such a model may also answer ``tp=8 x copies=8``: groups of eight ranks do the same
+work, since every further split would cost more than it saves. Eight ranks are then as fast as 64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates.axis_roles import copying_axes
+from shardwright.runtime.layout import Mesh
 
 MOST_LAUNCHES = 0.5
 """The part of a step from which it is said to be bound by launches."""
@@ -46,6 +53,39 @@ def bound_by_launches(
     if num_ranks == 1:
         return f"{text}; larger microbatches cost little more"
     return f"{text}; use fewer ranks, or larger microbatches"
+
+
+def repeated_work(plan: Plan, num_units: int) -> str | None:
+    """What is said of a plan some of whose ranks do and hold exactly what others do; ``None`` of
+    others. ``num_units``: how often it runs side by side.
+
+    Example: of ``tp=8 x copies=8`` in one unit, 56 of 64 ranks do what others do.
+    """
+    copying = copying_axes(plan)
+    # Stages on the same ranks have the same mesh.
+    meshes = {stage.ranks: stage.mesh for stage in plan.stages}.values() or (plan.mesh,)
+    own = sum(mesh.size for mesh in meshes)
+    needed = sum(mesh.size // _num_copies(mesh, copying) for mesh in meshes)
+    if needed == own:
+        return None
+    axes = {
+        f"{name}={size}": None
+        for mesh in meshes
+        for name, size in mesh.axes
+        if size > 1 and name in copying
+    }
+    splits = "splits" if len(axes) == 1 else "split"
+    return (
+        f"repeated work: {(own - needed) * num_units} of {own * num_units} ranks do what others do "
+        f"already, as {' and '.join(axes)} {splits} nothing; the plan on {needed * num_units} "
+        f"{'rank' if needed * num_units == 1 else 'ranks'} is as fast: use fewer ranks, or more "
+        f"units (plan_ngpus={needed})"
+    )
+
+
+def _num_copies(mesh: Mesh, copying: frozenset[str]) -> int:
+    """How many ranks of a mesh do each part of its work."""
+    return math.prod(size for name, size in mesh.axes if name in copying)
 
 
 def host_unknown(

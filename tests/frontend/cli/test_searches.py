@@ -103,6 +103,15 @@ def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
     in_float8 = "plan_models:make --plan-ngpus 2 --hardware h100+float8_e4m3fn"
     assert "per step on h100+float8_e4m3fn" in run(f"plan {in_float8} {split}")
     assert "on h100+float8_e4m3fn" in run("explain plan_models:make --plan plan.json")
+    # So small a model gains nothing from two ranks.
+    repeated = (
+        "\nrepeated work: 1 of 2 ranks do what others do already, as copies=2 splits nothing;"
+    )
+    assert repeated in run("plan plan_models:make --plan-ngpus 2 --hardware h100 --out plan.json")
+    assert repeated in run("explain plan_models:make --plan plan.json")
+    assert repeated in run(
+        "simulate plan_models:make --policy saved --set pas_config.load_plan=plan.json"
+    )
     assert run(f"simulate {in_float8} --policy tp --dtype float8_e4m3fn", expected=1) == (
         "error: --dtype float8_e4m3fn would store the model in float8_e4m3fn\n"
         "  why:   what trains in float8 or less is stored in bfloat16 or more, and only products "

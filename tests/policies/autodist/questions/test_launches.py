@@ -1,4 +1,4 @@
-"""What is said of plans that are bound by launches, or by a host of which nothing is known."""
+"""What is said of plans that launches bind, whose ranks repeat work, or that may wait for hosts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ import pytest
 from shardwright import ComputeConfig, load_hardware
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.questions.launches import bound_by_launches, host_unknown
+from shardwright.policies.autodist.questions.launches import (
+    bound_by_launches,
+    host_unknown,
+    repeated_work,
+)
 from shardwright.policies.autodist.questions.saved_plans import request_of_plan
 from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.layout import Layout, Mesh
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,43 @@ def test_it_is_said_of_a_plan_that_launches_bind(ranks: int, words: str) -> None
     nothing, told = said
     assert nothing is None and told is not None
     assert told.startswith("bound by launches: of ") and words in told
+
+
+def test_ranks_that_do_what_others_do_are_counted() -> None:
+    """And the plan without them takes as long, as is said."""
+    graph, machine = plans.zoo_graph("mlp"), planning.slow_machine(16)
+
+    def step_s(plan: Plan) -> float:
+        ranks = plan.mesh.size
+        config = ComputeConfig(plan_ngpus=ranks, runtime_ngpus=2 * ranks, use_zero=1)
+        return request_of_plan(graph, config, AutodistOptions(), machine, plan).best.step_s
+
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4)
+    plan = find_policy("tp").apply(graph, config).plan
+    copied = replace(plan, mesh=Mesh((("copies", 2), *plan.mesh.axes, ("x", 2))))
+    assert [repeated_work(plan, 2), step_s(copied)] == [None, pytest.approx(step_s(plan))]
+    assert repeated_work(copied, 2) == (
+        "repeated work: 12 of 16 ranks do what others do already, as copies=2 and x=2 split "
+        "nothing; the plan on 4 ranks is as fast: use fewer ranks, or more units (plan_ngpus=2)"
+    )
+    # Stored pieces are no copies, though no operator splits anything along the axis.
+    stored = {"down.weight": Layout.parse("[8/x, 16]")}
+    assert "as copies=2 splits" in str(repeated_work(replace(copied, stored=stored), 2))
+
+
+def test_copies_are_counted_in_every_stage() -> None:
+    """Two stages of two ranks, of which those of the second do the same."""
+    halves = (
+        StagePlan("up", Mesh.of({"tp": 2}), (0, 1)),
+        StagePlan("down", Mesh.of({"x": 2}), (2, 3)),
+    )
+    plan = Plan(Mesh.of({"pp": 4}), {"up": {"tp": "split:n"}}, stages=halves)
+    told = repeated_work(plan, 1)
+    assert told is not None and told.startswith("repeated work: 1 of 4 ranks do what")
+    assert "as x=2 splits nothing; the plan on 3 ranks is as fast" in told
+    # A position that runs two stages has its ranks once.
+    again = replace(halves[1], first_op="loss")
+    assert repeated_work(replace(plan, stages=(*halves, again)), 1) == told
 
 
 def test_a_machine_that_says_nothing_of_its_host_is_told_of() -> None:

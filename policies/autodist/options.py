@@ -69,7 +69,8 @@ class AutodistOptions:
     get where experts are split: a number, or numbers by module.
 
     **Decision.** ``simpler_within``: the share of a step that may be lost for a plan with fewer
-    stages, fewer axes, or fewer axes over slow links (:mod:`~.candidates.simpler`).
+    stages, fewer axes, fewer axes over slow links, or a lower stage of ZeRO
+    (:mod:`~.candidates.simpler`).
 
     ``time_limit_s``: seconds of the clock on the wall for the whole search, which ends by itself
     when nothing is left.

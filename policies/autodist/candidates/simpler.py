@@ -2,13 +2,13 @@
 
 Example: on nodes of 8, ``pp=2 x dp=2 x tp=16`` has two stages with two axes each, and the ranks of
 both axes lie on several nodes. Without stages, those of ``dp=8 x tp=8`` lie on several for ``dp``
-only: it is simpler.
+only: it is simpler. The same plan with ZeRO-1 is simpler than with ZeRO-3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.plan import Plan
@@ -20,12 +20,14 @@ from shardwright.runtime.layout import Mesh
 class Complexity:
     """What makes a plan harder to follow, and its step to foresee: ``stages`` of its pipeline (1
     without), ``axes`` of the mesh of a stage, and those that are ``far``, whose ranks the fastest
-    links do not join. Of stages that differ, the most.
+    links do not join; of stages that differ, the most. ``zero_stage``: of ZeRO, where the search
+    has chosen it. Each stage of ZeRO splits what the one before splits, and more.
     """
 
     stages: int
     axes: int
     far: int
+    zero_stage: int = 0
 
     @classmethod
     def of(cls, plan: Plan, hardware: Hardware) -> Complexity:
@@ -35,13 +37,13 @@ class Complexity:
             max(1, len(plan.stages)),
             max(len(_split_axes(mesh)) for mesh, _ in placed),
             max(_num_far(mesh, ranks, hardware) for mesh, ranks in placed),
+            plan.zero_stage or 0,
         )
 
     def is_less_than(self, other: Complexity) -> bool:
         """Whether nothing is more, and something less."""
-        return self != other and (
-            self.stages <= other.stages and self.axes <= other.axes and self.far <= other.far
-        )
+        counts = zip(astuple(self), astuple(other), strict=True)
+        return self != other and all(own <= theirs for own, theirs in counts)
 
 
 def simplest(audited: Sequence[Candidate], hardware: Hardware, within: float) -> Candidate:

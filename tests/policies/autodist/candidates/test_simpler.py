@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_what_is_counted(mesh: dict[str, int], stages: int, expected: Complexity
         ({"one": 1.0, "two axes": 1.01, "staged": 1.01}, "one"),
         ({"two axes": 1.0, "staged": 1.01}, "two axes"),  # fewer axes, but more stages
         ({"two axes": 1.0, "one": 1.005, "alone": 1.015}, "alone"),
+        ({"ZeRO-3": 1.0, "ZeRO-2": 1.01, "ZeRO-1": 1.019}, "ZeRO-1"),
+        ({"ZeRO-3": 1.0, "ZeRO-2": 1.01, "ZeRO-1": 1.03}, "ZeRO-2"),
+        ({"two axes": 1.0, "ZeRO-1": 1.01}, "two axes"),  # fewer axes, but more of ZeRO
     ],
 )
 def test_what_is_taken(steps: dict[str, float], expected: str) -> None:
@@ -58,6 +62,7 @@ def test_what_is_taken(steps: dict[str, float], expected: str) -> None:
         "one": plan({"tp": 8}),
         "two axes": plan({"dp": 4, "tp": 8}),
         "staged": plan({"tp": 8}, 2),
+        **{f"ZeRO-{stage}": replace(plan({"tp": 8}), zero_stage=stage) for stage in (1, 2, 3)},
     }
     audited: list[Any] = [
         SimpleNamespace(title=name, plan=plans[name], step_s=step) for name, step in steps.items()

@@ -100,7 +100,7 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     parameters.
     """
     options = {"global_batch": 32, "memory_limit_gb": limit_bytes * 1e-9}
-    found = searched("mlp", config_of(1, 4, **options))
+    found = searched("mlp", config_of(1, 4, **options | {"simpler_within": 0.0}))
     every = {
         (size, stage): alone(size, 8 // size, stage, limit_bytes)
         for size, stage in itertools.product((1, 2, 4, 8), range(4))
@@ -116,6 +116,19 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
         "searched one by one: microbatches of 1, 2, 4 and 8 samples, units of 1 rank alone, "
         "stages 0, 1, 2 and 3 of ZeRO" in plan.certificate.proof
     )
+
+
+def test_a_lower_stage_of_zero_is_taken_that_takes_about_as_long() -> None:
+    """Where memory is short, it does not fit."""
+    options = {"zero": [0, 2], "microbatch": [8], "global_batch": 32, "memory_limit_gb": 1.0}
+    stages = {}
+    for asked in ({}, {"simpler_within": 0.0}, {"memory_limit_gb": 24e-6}):
+        plan = searched("mlp", config_of(1, 4, **options | asked)).plan
+        stages[str(asked)] = plan.zero_stage
+        assert plan.certificate is not None
+        is_said = any("so the simpler one is taken" in line for line in plan.certificate.proof)
+        assert is_said == (not asked)
+    assert list(stages.values()) == [0, 2, 2]
 
 
 @pytest.mark.slow

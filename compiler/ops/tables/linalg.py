@@ -4,6 +4,8 @@ stacks of them may be split.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shardwright.compiler.ir.op import IROp
@@ -22,6 +24,14 @@ def _of_matrices(op: IROp) -> OpRule:
     stack = build.tensor(shape[:-2])
     results = [(*stack, *build.whole(result.shape[len(stack) :])) for result in op.results]
     return build.rule([(*stack, *build.whole(shape[-2:]))], results)
+
+
+def _determinant(op: IROp) -> OpRule:
+    """``det`` of a stack. In torch 2.11 an empty stack gets no gradient: a rank with an empty piece
+    would leave the backward, and the others would wait for it. The rule is the same for every
+    torch, as files may run on another than the one that compiled them.
+    """
+    return replace(_of_matrices(op), nonempty=True)
 
 
 def _solve(op: IROp) -> OpRule:
@@ -60,11 +70,10 @@ _MATRICES = {
     "pinv": ("*, atol=None, rtol=None, hermitian=False", ()),
 }
 for _name, (_parameters, _others) in _MATRICES.items():
+    _rule = _determinant if _name == "det" else _of_matrices
     _aliases = through(_OUT, [getattr(torch.linalg, _name), *callables(*_others)])
     _signature = f"input, {_parameters}".rstrip(", ")
-    define(
-        _name, _signature, f"torch.linalg.{_name}", _of_matrices, *_aliases, renames={"A": "input"}
-    )
+    define(_name, _signature, f"torch.linalg.{_name}", _rule, *_aliases, renames={"A": "input"})
 define("logdet", "input", "torch.logdet", _of_matrices, *callables("logdet"))
 define("trace", "input", "torch.trace", whole_rule, *callables("trace"))
 

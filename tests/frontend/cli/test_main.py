@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, its errors in words."""
 
 import errno
+import importlib.metadata
 import json
 import os
 import pkgutil
@@ -465,7 +466,10 @@ slow = {{"torch", "numpy", "rich", "yaml"}} & sys.modules.keys()
 assert not slow, slow
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    version = f"shardwright {shardwright.__version__} (torch {torch.__version__})\n"
+    # The version of the installed package, of which torch's own may say more: 2.11.0+cu130.
+    installed = importlib.metadata.version("torch")
+    assert torch.__version__.startswith(installed)
+    version = f"shardwright {shardwright.__version__} (torch {installed})\n"
     assert run.stdout.startswith(version)
     listed = run.stdout.replace("\n              ", " ")
     for name, command in COMMANDS.items():

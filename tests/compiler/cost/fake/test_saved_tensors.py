@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ DIFFERENT_BUFFERS = {
     "recurrent-1": 0,
 }
 
+FAKE_ROWS_ARE_HALF = torch.__version__.startswith("2.11.")
+"""Fake attention of torch 2.11 keeps its last tensor, a number for each row, as float32 where real
+attention keeps float64.
+"""
+
 ESTIMATED = ("fourier-26",)
 """Calls that look at values, as ``istft`` does at its window: fake tensors cannot tell what they
 keep.
@@ -67,6 +73,8 @@ def check_saved(name: str, call: Call) -> None:
     if name in ESTIMATED:
         assert not found.exact and set(found.operands) >= set(real.operands)
         return
+    if FAKE_ROWS_ARE_HALF and name.startswith("attention-") and found != real:
+        real = replace(real, internal=(*real.internal[:-1], real.internal[-1] // 2))
     if name not in DIFFERENT_BUFFERS:
         assert found == real
         return

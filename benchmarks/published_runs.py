@@ -18,11 +18,10 @@ from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.decide import Decide
-from shardwright.compiler.passes.gathers import GatherTogether
+from shardwright.compiler.passes.finish import finishing
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
-from shardwright.compiler.passes.start_early import Overlap
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
@@ -322,8 +321,7 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
         SettleOutputs(config),
         mark_planned,
         lower_planned,
-        GatherTogether(config),
-        Overlap(config),
+        *finishing(config),
     ):
         graph = step(graph)
     return graph

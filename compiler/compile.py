@@ -21,8 +21,7 @@ from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import AnyPass, CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.attention_marks import with_marks
 from shardwright.compiler.passes.decide import Decide, PolicyFunction
-from shardwright.compiler.passes.draws import check_draws, draw_pieces
-from shardwright.compiler.passes.gathers import GatherTogether
+from shardwright.compiler.passes.finish import finishing
 from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.lower_stages import verify_pipeline
@@ -30,7 +29,6 @@ from shardwright.compiler.passes.print_program import print_pipeline, print_prog
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
-from shardwright.compiler.passes.start_early import Overlap
 from shardwright.compiler.passes.summed_gradients import mark_summed_gradients
 from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
@@ -152,8 +150,6 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
     """
     config = decide.config
     inference: tuple[AnyPass, ...] = (FunctionPass("inference", without_gradients),)
-    # Ranks may draw each their own piece, or all must draw what one device would.
-    draws = draw_pieces if config.rng == "fast" else check_draws
     return (
         FunctionPass("name", _with_class_name),
         *(inference if config.inference_only else ()),
@@ -165,9 +161,7 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
         SettleOutputs(config),
         FunctionPass("recompute", mark_planned),
         FunctionPass("lower", lower_planned),
-        GatherTogether(config),
-        FunctionPass("draws", draws),
-        Overlap(config),
+        *finishing(config),
         emit,
     )
 

@@ -57,6 +57,8 @@ class PlanCost:
     - ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
     - ``extrapolated``: what lies outside the sizes that the hardware's calibration measured.
     - ``assumed``: what is taken for granted of data, in words.
+    - ``apart_s``: of a search, the seconds of a step whose messages were each sent by itself and
+      waited for, where a compile sends several as one or computes meanwhile.
     """
 
     hardware: str
@@ -69,6 +71,7 @@ class PlanCost:
     messages: Mapping[str, float] = field(default_factory=dict)
     message_bytes: Mapping[str, float] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    apart_s: float | None = None
 
     @property
     def peak_bytes(self) -> int:

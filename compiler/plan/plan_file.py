@@ -164,6 +164,7 @@ _CERTIFICATE = {
     **{name: Key(_TEXT, True) for name in ("space", "hardware")},
     **{name: Key(_list(_TEXT), True) for name in ("proof", "found")},
     **{name: Key(_TEXT) for name in ("digest", "covers")},
+    "apart_s": Key(_NUMBER),
     "runtime_ngpus": Key(_count(1)),
     "num_microbatches": Key(_count(1)),
 }

@@ -314,7 +314,9 @@ def _near(config: ComputeConfig, options: AutodistOptions) -> float:
     if it is simpler.
     """
     settings = ReductionSettings.of(config, config.num_units)
-    is_beside = settings.asynchronous or settings.overlaps_parameters
+    is_beside = (
+        settings.asynchronous or settings.overlaps_parameters or config.overlap_communication
+    )
     return max(NEAR_BESIDE if is_beside else NEAR, 1 + options.simpler_within)
 
 

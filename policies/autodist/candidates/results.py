@@ -133,6 +133,13 @@ class Candidate:
     def step_s(self) -> float:
         return self.predicted_s if self.cost is None else self.cost.step_s
 
+    @property
+    def apart_s(self) -> float:
+        """The step with each message by itself, as bounds count it."""
+        if self.cost is None or self.cost.apart_s is None:
+            return self.step_s
+        return self.cost.apart_s
+
 
 INTERRUPT = "Ctrl-C"
 """What ended a search that was interrupted from the keyboard."""

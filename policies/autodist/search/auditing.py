@@ -12,19 +12,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.audit import audit, time_of_step
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.finish import finished
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
 from shardwright.policies.autodist.candidates.axis_roles import renamed
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.titles import memory_words
@@ -67,25 +70,37 @@ class Auditor:
 
     def __call__(self, plan: Plan) -> PlanCost:
         """The cost of a plan, from the program that is really emitted."""
+        lowered = self._lowered(plan)
+        emitted = finished(lowered, self.config)
+        cost = self._audited(emitted)
+        if emitted is lowered:
+            return cost
+        apart = time_of_step(
+            lowered,
+            self.config,
+            self.hardware,
+            self.optimizer,
+            self.times,
+            self.num_microbatches,
+            gathers_ahead=self.gathers_ahead,
+        )
+        return cost if apart.step_s == cost.step_s else replace(cost, apart_s=apart.step_s)
+
+    def _lowered(self, plan: Plan) -> Program | PipelineProgram:
         graph = self.graph
         if plan.recompute:
             graph = mark_recompute(
                 graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {}
             )
         # A pipeline is lowered stage by stage; regions are marked before.
-        if plan.stages:
-            return audit(
-                lower_stages(graph, plan),
-                self.config,
-                self.hardware,
-                optimizer=self.optimizer,
-                times=self.times,
-                gathers_ahead=self.gathers_ahead,
-            )
+        return lower_stages(graph, plan) if plan.stages else lower(graph, plan)
+
+    def _audited(self, program: Program | PipelineProgram) -> PlanCost:
         return audit(
-            lower(graph, plan), self.config, self.hardware,
-            optimizer=self.optimizer, times=self.times, num_microbatches=self.num_microbatches,
-            gathers_ahead=self.gathers_ahead,
+            program, self.config, self.hardware,
+            optimizer=self.optimizer, times=self.times, gathers_ahead=self.gathers_ahead,
+            # A pipeline's schedule says it.
+            num_microbatches=self.num_microbatches if isinstance(program, Program) else None,
         )  # fmt: skip
 
 

@@ -176,9 +176,9 @@ class Search:
             raise_bounds(self.state)
             # What bounds leave of the time is for plans that there was no time to compare with.
             if self.result.audited and self.result.interrupted != INTERRUPT:
-                before_s = self.state.best_s()
+                before = self.result.best
                 simple_policies.run(placed, left)
-                if self.state.best_s() < before_s:
+                if self.result.best is not before:
                     raise_bounds(self.state)
         except KeyboardInterrupt:
             self.result.interrupted = INTERRUPT

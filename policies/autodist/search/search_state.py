@@ -140,14 +140,21 @@ class SearchState:
         return self.clock.spent(self.clock.longest_s(TRIED) + audits_s) < 1.0
 
     def best_s(self) -> float:
-        """The step of the best plan so far: audited, or predicted where nothing is."""
-        known = self.result.audited or self.result.others
+        """The step of the best plan so far: audited, or predicted where nothing is. As bounds and
+        predictions count it, which it is compared with: with each message by itself.
+        """
+        best = self.result.best
+        if best is not None:
+            return best.apart_s
+        known = self.result.others
         return min((candidate.step_s for candidate in known), default=self.space.worth_s)
 
     def beaten_s(self) -> float:
-        """The step of the best plan that was audited, here or in another search."""
+        """The step of the best plan that was audited, here or in another search, with each message
+        by itself.
+        """
         best = self.result.best
-        return self.space.worth_s if best is None else min(self.space.worth_s, best.step_s)
+        return self.space.worth_s if best is None else min(self.space.worth_s, best.apart_s)
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""

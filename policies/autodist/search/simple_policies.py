@@ -457,12 +457,16 @@ class SimplePolicies:
             # With the loss in pieces it may fit.
             candidate = Candidate(title, plan, cost.step_s, (placed,), is_simple=True)
             self.audits.too_large.append((candidate, cost))
-        elif cost.step_s < self.state.beaten_s():
+        elif cost.step_s < min(self.state.space.worth_s, self._taken_s()):
             self.result.audited.insert(
                 0, Candidate(title, plan, cost.step_s, (placed,), cost=cost, is_simple=is_simple)
             )
             return True
         return False
+
+    def _taken_s(self) -> float:
+        """The step of the best plan so far, as it is emitted."""
+        return math.inf if self.result.best is None else self.result.best.step_s
 
     def _left_out(self, num_positions: int) -> Sequence[NamedSchedule]:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B

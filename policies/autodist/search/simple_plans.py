@@ -22,7 +22,6 @@ most 0.5 on the second: no stages are looked for, and nothing is audited.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,10 +100,10 @@ def simple_plans(
     setting: Setting,
     below_s: float = float("inf"),
     rules: Rules | None = None,
-    later: list[Iterator[SimplePlan]] | None = None,
+    later: list[Iterator[SimplePlan | None]] | None = None,
     most_bytes: float = float("inf"),
     waits: Waits | None = None,
-) -> Iterator[SimplePlan]:
+) -> Iterator[SimplePlan | None]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
     short; of one axis, either. An axis that splits the batch may split experts in the place of
@@ -115,6 +114,10 @@ def simple_plans(
     hold as much. Finding out where their stages begin may take long, and few fit. ``most_bytes``:
     pipelines of which none fits that and takes less are of no interest. ``waits``: what is known of
     schedules, shared by all meshes.
+
+    ``None`` comes where a step of the work is done and has shown that there is no plan of interest:
+    a caller who is out of time stops there. Of a pipeline on 64 positions many schedules may be
+    looked at in vain, for seconds each.
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config
@@ -138,11 +141,13 @@ def simple_plans(
         try:
             unmarked = Walk(lower(rules.needed, plan), setting)
         except PlanError:  # a rule for other models: its layouts do not follow from one another
+            yield None
             continue
         for again, recompute, chains in recomputed:
             walk = unmarked.recomputing(chains.graph, recompute) if recompute else unmarked
             times = SimpleTimes(walk)
             if _even_s(times.least_s(fewest), num_positions, setting) >= below_s:
+                yield None
                 continue
             # Where stages begin, for every schedule.
             on = partial(
@@ -207,8 +212,10 @@ def _simple_plans(
     most_bytes: float,
     waits: Waits | None,
     named_schedules: Sequence[NamedSchedule],
-) -> Iterator[SimplePlan]:
-    """The plans of one way on these schedules, but for those whose parts take too long."""
+) -> Iterator[SimplePlan | None]:
+    """The plans of one way on these schedules, but for those whose parts take too long; ``None`` in
+    the place of such a plan.
+    """
     plan, setting = walk.program.plan, walk.setting
     ranks = position_ranks(plan.mesh, num_positions, pp_place)
     # Finding where stages begin takes longest.
@@ -219,7 +226,8 @@ def _simple_plans(
     memory_bytes = most_bytes / SIMPLE_SLACK
     cutter = cutter_of(chains.graph, space.num_microbatches, memory_bytes, waits, chains)
     for cut in _cuts(walk, promising, num_positions, pp_place, space, cutter, below_s):
-        if cut.busiest_s(times, setting) >= below_s:
+        if cut is None or cut.busiest_s(times, setting) >= below_s:
+            yield None
             continue
         least_s, in_flight, cut_plan = space.num_microbatches * times.least_s(1), [1], plan
         # A schedule is simulated; without one a step is its operators, one after the other.
@@ -286,9 +294,9 @@ def _cuts(
     space: SearchSpace,
     cutter: Cutter,
     below_s: float,
-) -> Iterator[_Cut]:
-    """The stages of each schedule, but for those that have more than there are places to cut, or no
-    cut of which fits and takes less than ``below_s``.
+) -> Iterator[_Cut | None]:
+    """The stages of each schedule; ``None`` for those that have more than there are places to cut,
+    or no cut of which fits and takes less than ``below_s``.
     """
     graph = cutter.graph
     for named_schedule in named_schedules:
@@ -298,12 +306,17 @@ def _cuts(
         schedule = generate(
             named_schedule.name, num_positions, space.num_microbatches, named_schedule.chunks
         )
-        with contextlib.suppress(PlanError):
+        try:
             asked = cut_request_of(walk, schedule, pp_place)
             if space.stage_starts is None and _is_beaten(cutter, asked, below_s):
+                yield None
                 continue
             starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place, cutter)
-            yield _Cut(named_schedule, schedule.placement, starts, _spans(graph, starts))
+            spans = _spans(graph, starts)
+        except PlanError:
+            yield None
+            continue
+        yield _Cut(named_schedule, schedule.placement, starts, spans)
 
 
 def _is_beaten(cutter: Cutter, cut_request: CutRequest, below_s: float) -> bool:

@@ -336,7 +336,8 @@ class SimplePolicies:
 
     def _plans(self, where: PipelineMesh, share: float, *, likely: bool = False) -> _Listing:
         """The plans on one mesh that may be better, as many as there is time for in that share of
-        the limit, or one more than are known. ``likely``: only those that likely fit.
+        the limit; with no plan of any kind, one more than are known. ``likely``: only those that
+        likely fit.
         """
         if where not in self._listings:
             number, mesh, pp_place = where
@@ -347,7 +348,7 @@ class SimplePolicies:
                 key=lambda named_schedule: named_schedule.chunks,
             )
             below_s = self.state.beaten_s()
-            later: list[Iterator[SimplePlan]] = []
+            later: list[Iterator[SimplePlan | None]] = []
             plans = simple_plans(
                 self.state.graph,
                 mesh,
@@ -364,11 +365,14 @@ class SimplePolicies:
             )
             self._listings[where] = _Listing(plans, later)
         listing = self._listings[where]
+        num_known = len(listing.found)
         # Go on where the last call has stopped.
         while not (listing.has_likely if likely else listing.has_all):
             with self.clock.timed(SIMPLE_PLANS):
                 listing.go_on()
-            if self.clock.spent() > share or not self._has_time(SIMPLE_PLANS):
+            must_find = self.state.beaten_s() == float("inf") and len(listing.found) == num_known
+            is_late = self.clock.spent() > share and not must_find
+            if is_late or not self._has_time(SIMPLE_PLANS):
                 break
         return listing
 
@@ -483,21 +487,26 @@ class _Listing:
     those that come ``later``.
     """
 
-    def __init__(self, plans: Iterator[SimplePlan], later: list[Iterator[SimplePlan]]) -> None:
+    def __init__(
+        self, plans: Iterator[SimplePlan | None], later: list[Iterator[SimplePlan | None]]
+    ) -> None:
         self._plans, self._later = plans, later
         self.found: list[SimplePlan] = []
         self.has_likely = self.has_all = False
 
     def go_on(self) -> None:
-        """Find the next one, if there is one."""
-        simple = next(self._plans, None)
+        """Do the next step, which may find one."""
+        try:
+            simple = next(self._plans)
+        except StopIteration:
+            if self.has_likely:
+                self.has_all = True
+            else:
+                # Only now are all of those that come later known.
+                self.has_likely, self._plans = True, itertools.chain(*self._later)
+            return
         if simple is not None:
             self.found.append(simple)
-        elif not self.has_likely:
-            # Only now are all of those that come later known.
-            self.has_likely, self._plans = True, itertools.chain(*self._later)
-        else:
-            self.has_all = True
 
 
 def _title(simple: SimplePlan, where: PipelineMesh) -> str:

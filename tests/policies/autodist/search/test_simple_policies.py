@@ -35,7 +35,7 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     PlacedModel,
 )
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, position_ranks
-from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_bounds import Waits
@@ -43,6 +43,7 @@ from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.search import mesh_pace, simple_policies
 from shardwright.policies.autodist.search import search as outer_search
+from shardwright.policies.autodist.search import simple_plans as simple_plans_file
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
@@ -90,9 +91,17 @@ def searched(simple: bool, **fields: Any) -> tuple[Search, SearchResult]:
         "schedules": ("1f1b", "zb_h1"),
         "mixed": False,
     }
+    clock = fields.pop("clock", None)
     space = SearchSpace(**given | fields, simple=simple)
-    search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, poor)
+    search = Search(
+        plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, poor, clock=clock
+    )
     return search, search.run()
+
+
+def all_made(*args: Any, **options: Any) -> list[SimplePlan]:
+    """The plans of all steps."""
+    return [simple for simple in simple_plans(*args, **options) if simple is not None]
 
 
 class Placings(Clock):
@@ -149,7 +158,7 @@ def test_two_axes_are_those_of_a_mode_of_tensor_parallelism_too() -> None:
         num_microbatches=NUM_MICROBATCHES,
     )  # fmt: skip
     mesh, whole = Mesh((("x", 2), ("y", 2))), [NamedSchedule("", 1)]
-    found = simple_plans(search.graph, mesh, whole, 1, 0, search.space, setting)
+    found = all_made(search.graph, mesh, whole, 1, 0, search.space, setting)
     (of_mode,) = (simple for simple in found if simple.whose == "mode 2d (again)")
     made = search.auditor(of_mode.plan)
     assert policy == "tensor" and of_mode.plan.mesh.names == ("dp", "tp")
@@ -256,6 +265,25 @@ def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
     assert search.result.best.step_s <= min(cost.step_s for cost in costs(search))
 
 
+def test_schedules_that_are_looked_at_in_vain_end_with_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes 10 s, and none of them gives a plan."""
+    clock, took_s = Placings(35.0), 10.0
+    looked_at: list[CutRequest] = []
+
+    def in_vain(cutter: object, asked: CutRequest, below_s: float) -> bool:
+        clock.num_placed += int(took_s)
+        looked_at.append(asked)
+        return True
+
+    monkeypatch.setattr(simple_plans_file, "_is_beaten", in_vain)
+    found = searched(simple=True, clock=clock, schedules=("1f1b", "gpipe", "zb_h1", "zb_v"))[1]
+    assert found.best is not None and clock.seconds == len(looked_at) * took_s
+    assert 20.0 <= clock.seconds <= 35.0 + took_s
+    assert found.not_compared  # which the certificate tells
+
+
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes first as soon as the limit is short for what it takes to find out which is likely
     the best: then before all placements.
@@ -346,26 +374,22 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
                 hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES
             )
             named_schedules = pipelines if number > 1 else [NamedSchedule("", 1)]
-            for simple in simple_plans(graph, mesh, named_schedules, number, 0, space, setting):
+            for simple in all_made(graph, mesh, named_schedules, number, 0, space, setting):
                 cost, num_plans = audited(simple.plan), num_plans + 1
                 assert 0 < simple.least_s <= cost.step_s * (1 + 1e-9), simple
                 assert 0 < simple.least_bytes() <= cost.peak_bytes, simple
                 assert simple.may_fit(cost.peak_bytes) and not simple.may_fit(
                     simple.least_bytes() / 2
                 )
-            below = list(
-                simple_plans(graph, mesh, named_schedules, number, 0, space, setting, below_s=1e-9)
-            )
+            below = all_made(graph, mesh, named_schedules, number, 0, space, setting, below_s=1e-9)
             assert not below  # nothing is that fast, so nothing is cut
             # Those too large with even stages come later, and none is lost.
-            every = list(simple_plans(graph, mesh, named_schedules, number, 0, space, setting))
+            every = all_made(graph, mesh, named_schedules, number, 0, space, setting)
             limit = statistics.median(simple.least_bytes() for simple in every)
-            later: list[Iterator[SimplePlan]] = []
+            later: list[Iterator[SimplePlan | None]] = []
             tight = replace(space, memory_bytes=limit)
-            first = list(
-                simple_plans(graph, mesh, named_schedules, number, 0, tight, setting, later=later)
-            )
-            last = list(itertools.chain(*later))
+            first = all_made(graph, mesh, named_schedules, number, 0, tight, setting, later=later)
+            last = list(filter(None, itertools.chain(*later)))
             num_later += len(last)
             assert {str(s.plan) for s in (*first, *last)} == {str(s.plan) for s in every}
             assert all(simple.least_bytes() >= limit / 2 for simple in last)
@@ -464,7 +488,7 @@ def test_zigzag_goes_with_sequence_parallelism_and_layers_computed_again(
     setting = Setting(hardware, config, (0, 1, 2, 3))
     mesh = Mesh((("cp", 2), ("tp", 2)), (("cp", 1),))
     whole = [NamedSchedule("", 1)]
-    found = list(simple_plans(graph, mesh, whole, 1, 0, space, setting))
+    found = all_made(graph, mesh, whole, 1, 0, space, setting)
     assert (
         len({(simple.again, simple.whose) for simple in found})
         == len(found)
@@ -516,7 +540,7 @@ def test_of_meshes_in_zigzag_that_differ_in_the_order_of_axes_one_is_compared(
     of_first, of_second = (
         {
             round(audited(simple.plan).step_s, 9)
-            for simple in simple_plans(graph, mesh, named, num_positions, 0, space, setting)
+            for simple in all_made(graph, mesh, named, num_positions, 0, space, setting)
         }
         for mesh in (first, second)
     )
@@ -606,7 +630,7 @@ def test_only_plans_that_cannot_be_better_are_not_made(name: str, zigzag: bool) 
             )
             own = named_schedules if number > 1 else [NamedSchedule("", 1)]
             for each in rules.zigzag_meshes(mesh) if zigzag else (mesh,):
-                find = partial(simple_plans, graph, each, own, number, 0, space, setting)
+                find = partial(all_made, graph, each, own, number, 0, space, setting)
                 costs = {str(simple.plan): audited(simple.plan) for simple in find()}
                 steps_s = sorted(cost.step_s for cost in costs.values())
                 # What is just enough for one of them: of time, and of memory.

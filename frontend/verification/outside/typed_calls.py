@@ -11,13 +11,13 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.nn.functional as F
 from spmd_types import SpmdTypeError
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from shardwright.frontend.verification.outside import typed_operators
 from shardwright.frontend.verification.outside.claims import claim_of
+from shardwright.frontend.verification.outside.process_draws import ProcessDraws
 from shardwright.frontend.verification.outside.spmd_layouts import (
     Typed,
     TypedMesh,
@@ -34,30 +34,6 @@ from shardwright.runtime.ops.random_functions import replace_functions
 
 # What generated code calls that is no part of the program: checks of arguments.
 spmd.register_no_typecheck(ParallelModule.check_inputs)
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` as a product and a sum: a partial bias joins a partial product. Dims of size 1
-    between others are left out of the product, as there is no sharding for it with them.
-    """
-    ones = [dim for dim in range(1, input.ndim - 1) if input.shape[dim] == 1]
-    for dim in reversed(ones):
-        input = input.squeeze(dim)
-    product = torch.matmul(input, weight.transpose(0, 1))
-    for dim in ones:
-        product = product.unsqueeze(dim)
-    return product if bias is None else product + bias
-
-
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """``torch.addmm`` likewise."""
-    product = torch.matmul(mat1, mat2)
-    product = product if alpha == 1 else product * alpha
-    return (input if beta == 1 else input * beta) + product
-
-
-REWRITTEN: Mapping[Callable[..., Any], Callable[..., Any]] = {F.linear: linear, torch.addmm: addmm}
-"""Compound functions, as the simple ones that ``spmd_types`` knows."""
 
 
 MOVEMENTS = frozenset({"__getitem__", "chunk", "flatten", "reshape", "split", "unflatten", "view"})
@@ -157,25 +133,57 @@ class TypedCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         self.num_calls += 1
-        # From what has a rule of ours to what the checker knows by itself.
-        if func in REWRITTEN:
-            return self.compared(REWRITTEN[func](*args, **kwargs))
-        if func in typed_operators.TORCH:
-            return self.compared(
-                typed_operators.typed_call(func, typed_operators.TORCH[func], args, kwargs)
-            )
         if name == "apply" and isinstance(getattr(func, "__self__", None), type):
             self.by_rule[func.__self__.__name__.lstrip("_")] += 1
             tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             return self.compared(handle_torch_function(func, tensors, *args, **kwargs))
+        with ProcessDraws() as draws:
+            result = self.typed(name, func, args, kwargs)
+        if draws.found:
+            self.check_drawn(name, result)
+        return result
+
+    def typed(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """The typed result of a call of torch."""
+        # From what has a rule of ours to what the checker knows by itself.
+        if func in typed_operators.TORCH:
+            return self.compared(
+                typed_operators.typed_call(func, typed_operators.TORCH[func], args, kwargs)
+            )
         if func in FACTORIES:
             return self.compared(self.made(func, args, kwargs))
         if name == "expand":
             return self.compared(self.spread(func, args, kwargs))
         try:
-            return self.compared(func(*args, **kwargs))
+            result = func(*args, **kwargs)
         except SpmdTypeError as error:
             return self.told_dims(name, func, args, kwargs, error)
+        except Exception as error:
+            with spmd.no_typecheck():
+                func(*args, **kwargs)  # raises the error of a call that is wrong by itself
+            raise SpmdTypeError(untyped(name, [*args, *kwargs.values()], error)) from error
+        try:
+            return self.compared(result)
+        except SpmdTypeError as error:
+            return self.told_dims(name, func, args, kwargs, error)
+
+    def check_drawn(self, name: str, result: Any) -> None:
+        """Refuse random numbers of this process for what other ranks hold, too."""
+        for x in [result] if isinstance(result, Tensor) else result:
+            if not isinstance(x, Tensor) or not spmd.has_local_type(x):
+                continue
+            cut = {*self.mesh.outer, *(axis for axes in shard_axes(x) for axis in axes)}
+            whole = sorted(
+                axis
+                for axis, letter in local_types(x).items()
+                if axis not in cut and letter is not spmd.V
+            )
+            if whole:
+                raise SpmdTypeError(
+                    f"{name} draws from the generator of its process, so the ranks of "
+                    f"{', '.join(whole)} draw different numbers for a value that all of them hold; "
+                    "self.random.NAME(...) draws the same"
+                )
 
     def made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new tensor. A rank makes its piece of it where the file says that it is cut."""
@@ -274,3 +282,14 @@ class TypedCalls(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         return frame.f_lineno if frame is not None else 0
+
+
+def untyped(name: str, arguments: Sequence[Any], error: Exception) -> str:
+    """What is said of a call that runs, and whose type ``spmd_types`` cannot derive."""
+    operands = [x for x in arguments if isinstance(x, Tensor) and spmd.has_local_type(x)]
+    # Of a maximum over a cut dim, say, it says that it knows no Partial but sums.
+    of_pieces = "sum-Partial" in str(error)
+    why = "each rank has that of its own piece, and nothing puts these together"
+    return f"{name} of {', '.join(map(in_words, operands))} has no type: " + (
+        why if of_pieces else f"{type(error).__name__}: {error}"
+    )

@@ -126,27 +126,71 @@ def check_cut(x: Typed, dims: Iterable[int], axes: Iterable[AxisGroup], what: st
         raise SpmdTypeError(f"{what} is whole over {sorted(whole)}, where the call has pieces")
 
 
-@rule("dropout", "dropout1d", "dropout2d", "dropout3d")
+def check_drawn(x: Typed, draw: Draw | None, num_dims: int | None = None) -> None:
+    """Refuse random numbers for the first ``num_dims`` dims of a tensor, if not just the ranks that
+    hold different pieces draw different ones. Without a draw they are those of torch's generator,
+    see ``process_draws.py``.
+    """
+    if draw is None:
+        return
+    drawn = set(draw.axes)
+    cut = {axis for axes in shard_axes(x)[:num_dims] for axis in axes}
+    if drawn != cut:
+        raise SpmdTypeError(
+            f"random numbers differ over {sorted(drawn)}, and what they are drawn for is cut over "
+            f"{sorted(cut)}"
+        )
+
+
+@rule("dropout")
 def dropout(*, input: Typed, draw: Draw | None = None) -> Typed:
-    """Ranks that hold pieces draw different masks, and those that hold copies the same one."""
-    if draw is not None:
-        drawn = set(draw.axes)
-        cut = {axis for axes in shard_axes(input) for axis in axes}
-        if drawn != cut:
-            raise SpmdTypeError(
-                f"a mask differs over {sorted(drawn)}, and its input is cut over {sorted(cut)}"
-            )
+    check_drawn(input, draw)
     return einsum("...->...", input, linear_in=(0,))
 
 
-@rule("alpha_dropout", "feature_alpha_dropout", "only_finite", "unclamped", "rrelu", "rand_like",
-      "randn_like", "randint_like", "bernoulli", "normal_like", "uniform_like",
-      "exponential_like")  # fmt: skip
+@rule("dropout1d")
+def dropout1d(*, input: Typed, draw: Draw | None = None) -> Typed:
+    check_drawn(input, draw, input.ndim - 1)  # channels share a number
+    return einsum("...->...", input, linear_in=(0,))
+
+
+@rule("dropout2d")
+def dropout2d(*, input: Typed, draw: Draw | None = None) -> Typed:
+    check_drawn(input, draw, 2)
+    return einsum("...->...", input, linear_in=(0,))
+
+
+@rule("dropout3d")
+def dropout3d(*, input: Typed, draw: Draw | None = None) -> Typed:
+    check_drawn(input, draw, input.ndim - 3)
+    return einsum("...->...", input, linear_in=(0,))
+
+
+@rule("alpha_dropout", "rrelu", "rand_like", "randn_like", "randint_like", "bernoulli",
+      "normal_like", "uniform_like", "exponential_like")  # fmt: skip
+def random_like(*, input: Typed, draw: Draw | None = None) -> Typed:
+    check_drawn(input, draw)
+    return einsum("...->...", input)
+
+
+@rule("feature_alpha_dropout")
+def feature_alpha_dropout(*, input: Typed, draw: Draw | None = None) -> Typed:
+    check_drawn(input, draw, 2)
+    return einsum("...->...", input)
+
+
+@rule("only_finite", "unclamped")
 def same(*, input: Typed) -> Typed:
     return einsum("...->...", input)
 
 
-@rule("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "gumbel_softmax")
+@rule("gumbel_softmax")
+def gumbel_softmax(*, logits: Typed, dim: Any = -1, draw: Draw | None = None) -> Typed:
+    check_drawn(logits, draw)
+    return along_a_dim(input=logits, dim=dim)
+
+
+@rule("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp")
 def along_a_dim(*, input: Typed, dim: Any, dim_axes: Sequence[AxisGroup] = ()) -> Typed:
     check_whole(input, dims_of(input, dim), "the dim", dim_axes)
     return einsum("...->...", input)
@@ -232,6 +276,73 @@ def batch_norm(
 
 # ------------------------------------------------------------------------------------------------
 # products and lookups
+
+
+@rule("linear")
+def linear(*, input: Typed, weight: Typed, bias: Typed | None = None) -> Typed:
+    """A product and a sum: a partial bias joins a partial product. ``weight`` may be a vector."""
+    out = "o" if weight.ndim > 1 else ""
+    product = einsum(f"...i,{out}i->...{out}", input, weight, linear_in=(0, 1))
+    return product if bias is None else plus(product, bias, f"...{out}", out)
+
+
+@rule("addmm")
+def addmm(
+    *, input: Typed, mat1: Typed, mat2: Typed, beta: Any = 1, alpha: Any = 1, **_: Any
+) -> Typed:
+    product = einsum("mk,kn->mn", mat1, mat2, linear_in=(0, 1))
+    return plus(product, input, "mn", "mn"[2 - input.ndim :])
+
+
+@rule("einsum")
+def written_einsum(*, equation: str, operands: Sequence[Typed]) -> Typed:
+    """``torch.einsum``, whose dims of size 1 may meet longer ones, and whose results need not be
+    written.
+    """
+    words, arrow, result = equation.replace(" ", "").partition("->")
+    terms = words.split(",")
+    if not arrow:  # the letters that occur once, in their order
+        letters = words.replace(",", "").replace("...", "")
+        result = "..." if "..." in words else ""
+        result += "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
+    cut = {
+        letter
+        for term, x in zip(terms, operands, strict=True)
+        for letter, axes in labelled(term, shard_axes(x))
+        if axes
+    }
+    found = []
+    for term, x in zip(terms, operands, strict=True):
+        # A dim of size 1 that meets a cut one is whole: each rank repeats it along its piece.
+        ones = [letter for letter, size in labelled(term, shape_of(x)) if size == 1]
+        kept = {letter for letter, axes in labelled(term, shard_axes(x)) if axes}
+        for letter in (cut - kept).intersection(ones):
+            term = term.replace(letter, "_")
+        found.append(term)
+    linear_in = tuple(range(len(operands)))
+    return einsum(f"{','.join(found)}->{result}", *operands, linear_in=linear_in)
+
+
+def labelled(term: str, dims: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The letters of an operand in an equation, each with what is given of its dim. The dims of an
+    ellipsis have none.
+    """
+    front, dots, back = term.partition("...")
+    last = [(letter, dims[i - len(back)]) for i, letter in enumerate(back)] if dots else []
+    return [*zip(front, dims, strict=False), *last]
+
+
+def shape_of(x: Typed) -> Sequence[int]:
+    """The shape of a tensor, no dim of which is known to be 1 where only its type is known."""
+    return x.shape if isinstance(x, Tensor) else (0,) * x.ndim
+
+
+@rule("pad")
+def padded(*, input: Typed, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Typed:
+    """``F.pad``: the pairs of ``pad`` are for the last dim, the one before it, and so on."""
+    changed = [input.ndim - 1 - i for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])]
+    check_whole(input, changed, "a dim that is padded")
+    return einsum("...->...", input, linear_in=() if value else (0,))
 
 
 @rule("embedding")
@@ -564,6 +675,9 @@ def retyped(result: Any, typed: Any) -> None:
 
 _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "cat": ("tensors", "dim"),
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "pad": ("input", "pad", "mode", "value"),
     "mean": ("input", "dim", "keepdim", "dtype"),
     "softmax": ("input", "dim", "dtype"),
     "log_softmax": ("input", "dim", "dtype"),
@@ -588,6 +702,10 @@ def bound(
 ) -> dict[str, Any]:
     """The arguments of a call by name."""
     name = function.__name__.removeprefix("boolean_dispatch.")
+    if function is torch.einsum:
+        equation, *operands = args
+        several = len(operands) == 1 and isinstance(operands[0], list | tuple)
+        return {"equation": equation, "operands": operands[0] if several else operands}
     if getattr(ops, name, None) is not function and name in _SIGNATURES:
         return {**dict(zip(_SIGNATURES[name], args, strict=False)), **kwargs}
     signature = inspect.signature(function)
@@ -599,6 +717,8 @@ def bound(
 
 TORCH: dict[Callable[..., Any], Rule] = {
     torch.cat: cat,
+    torch.addmm: addmm,
+    torch.einsum: written_einsum,
     **{getattr(F, name): found for name, found in RULES.items() if hasattr(F, name)},
     **{
         getattr(owner, name): RULES[name]

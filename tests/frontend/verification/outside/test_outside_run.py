@@ -244,3 +244,35 @@ def test_a_rank_with_a_program_of_its_own_is_typed_too(
     report = edited(tmp_path, 1, before, after)
     assert [rank.rank for rank in report.ranks] == [0, 1]
     assert "gencode1.py:" in report.ranks[1].problem and not report.ok
+
+
+OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw different numbers"
+
+
+@pytest.mark.parametrize(
+    ("value", "changed", "problem"),
+    [
+        # What all ranks hold; without a draw it is the same on all.
+        ("down_tp_sum", "F.dropout({})", f"dropout {OF_PROCESS}"),
+        ("down_tp_sum", "{} * torch.rand_like({})", f"rand_like {OF_PROCESS}"),
+        ("down_tp_sum", "F.dropout(F.dropout({}, training=False), p=0.0)", ""),
+        # A piece, which no other rank has.
+        ("up", "F.dropout({})", ""),
+        ("up", "{} - {}.amax(dim=0)", ""),
+        (
+            "up",
+            "{} - {}.amax(dim=1, keepdim=True)",
+            "amax of [-, tp] has no type: each rank has that of its own piece, and nothing puts "
+            "these together",
+        ),
+    ],
+)
+def test_edited_statements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, changed: str, problem: str
+) -> None:
+    monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
+    reader = {"up": "F.softmax(up, dim=0)", "down_tp_sum": "x + down_tp_sum"}[value]
+    after = reader.replace(value, changed.replace("{}", value))
+    typed = edited(tmp_path, 0, reader, after).ranks[0]
+    assert not typed.stopped and bool(typed.problem) == bool(problem)
+    assert problem in typed.problem and (not problem or after in typed.problem.splitlines()[0])

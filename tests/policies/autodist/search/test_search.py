@@ -19,6 +19,7 @@ import plans
 import pytest
 import torch
 import zoo
+from fake_attention import rows_are_float32
 from planning import slow_machine
 from torch import Tensor, nn
 
@@ -432,8 +433,7 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
         what
         == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
     )
-    # Fake attention of torch 2.11 keeps float32 for each row, where that of newer ones has float64.
-    needs = "228" if torch.__version__.startswith("2.11.") else "228.2"
+    needs = "228" if rows_are_float32() else "228.2"
     assert (
         "of what was audited is" in why[0]
         and f"         x=4: it needs {needs} kB on a device, and 1 B are allowed" in why

@@ -27,10 +27,12 @@ NUM_CHOICES = 10
 """The choices that ``explain`` shows where ``--most`` does not say how many."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Arguments for a model, a policy, and the ranks."""
-    add_model_target(parser)
-    chosen = parser.add_mutually_exclusive_group(required=True)
+def add_model(parser: argparse.ArgumentParser, *, or_files: bool = False) -> None:
+    """Arguments for a model, a policy, and the ranks. ``or_files``: the target may be a folder of
+    generated files, which have a plan.
+    """
+    add_model_target(parser, or_files=or_files)
+    chosen = parser.add_mutually_exclusive_group(required=not or_files)
     chosen.add_argument(
         "--policy", help=f"one of {', '.join(BUILT_IN)}, or MODULE:NAME of a policy function"
     )
@@ -43,12 +45,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, required=False, default=OF_A_PLAN)
 
 
-def add_model_target(parser: argparse.ArgumentParser) -> None:
-    """Arguments for a model."""
+def add_model_target(parser: argparse.ArgumentParser, *, or_files: bool = False) -> None:
+    """Arguments for a model. ``or_files``: or for a folder of generated files."""
     parser.add_argument(
         "target",
-        metavar="MODULE:NAME",
-        help="a function that returns (module, dummy_args) or a module; a module class; a module",
+        metavar="MODULE:NAME|DIR" if or_files else "MODULE:NAME",
+        help="a function that returns (module, dummy_args) or a module; a module class; a module"
+        + ("; with --outside also the folder of a compile" if or_files else ""),
     )
     parser.add_argument(
         "--args",
@@ -148,13 +151,12 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
-    add_model(parser)
+    add_model(parser, or_files=True)
     parser.add_argument(
         "--steps",
         type=int,
-        default=3,
         metavar="N",
-        help="optimizer steps to compare (default: %(default)s)",
+        help="optimizer steps to compare (default: 3)",
     )
     parser.add_argument(
         "--outside",
@@ -163,8 +165,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        default="cpu",
-        help="what all ranks compute on: cpu, or cuda for one GPU (default: %(default)s)",
+        help="what all ranks compute on: cpu, or cuda for one GPU (default: cpu)",
     )
 
 

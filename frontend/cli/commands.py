@@ -81,7 +81,11 @@ The same parallelize(...) call under torchrun then finds the files and loads the
 
 Runs every rank as a thread, trains a few steps in float64, and compares losses, gradients,
 parameters and buffers with the model itself. The exit code is 1 if any of them differs by more than
-rounding.""",
+rounding.
+
+    shardwright verify .shardwright/_parallel_modules/my_models/Gpt/_ --outside
+
+Has files of a compile checked by spmd_types alone, without their model.""",
     ),
     "inspect": Command(
         add_inspect,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.text import Text
 
@@ -13,11 +14,14 @@ from shardwright.frontend.cli.model_arguments import (
     read_dtype,
     read_model_request,
 )
+from shardwright.frontend.cli.targets import load_args
 from shardwright.frontend.files.cache import generated_directory, read_plan
 from shardwright.frontend.files.module_files import Generated, Order, generate
 from shardwright.frontend.report.plan_tables import show_directory
+from shardwright.frontend.verification.files_check import NOT_CHECKED, check_files
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.config import ReuseType
+from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.manifest import Manifest, accept
 
 
@@ -44,6 +48,21 @@ def run_compile(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Run ``verify``."""
+    directory = Path(options.target)
+    if directory.is_dir():
+        return _verify_files(directory, options)
+    if ":" not in options.target and options.policy is None:
+        raise ConfigError(
+            f"there is no folder {options.target}",
+            why="and a model would be written MODULE:NAME",
+            hint="name the folder with manifest.json and gencode0.py, as `compile` prints it",
+        )
+    if options.policy is None and options.parallel is None:
+        raise ConfigError(
+            "there is no plan to verify",
+            why=f"{options.target} names a model, and neither --policy nor --parallel is given",
+            hint="--policy NAME --plan-ngpus N; or the folder of a compile, with --outside",
+        )
     request = read_model_request(options)
     _print_sources(request)
     policy = request.policy
@@ -52,11 +71,48 @@ def run_verify(options: argparse.Namespace) -> int:
         request.dummy_args,
         policy.name if policy.built_in else policy.apply,
         request.config,
-        steps=options.steps,
+        steps=3 if options.steps is None else options.steps,
         outside=options.outside,
-        device=options.device,
+        device=options.device or "cpu",
     )
     make_console().print(str(report), soft_wrap=True)
+    return 0 if report.ok else 1
+
+
+def _verify_files(directory: Path, options: argparse.Namespace) -> int:
+    """Run ``verify`` of a folder, whose files have a plan and no model.
+
+    Raises :class:`ConfigError` for arguments that are about a model.
+    """
+    if not options.outside:
+        raise ConfigError(
+            f"{directory} cannot be compared with one device",
+            why="it is a folder, and has no model",
+            hint="name the model, MODULE:NAME, and a plan; or check the files alone: --outside",
+        )
+    of_a_model = (
+        "policy",
+        "parallel",
+        "plan_ngpus",
+        "runtime_ngpus",
+        "settings",
+        "steps",
+        "device",
+    )
+    given = [name for name in of_a_model if getattr(options, name) not in (None, [])]
+    if given:
+        words = {"settings": "--set"}
+        named = ", ".join(words.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise ConfigError(
+            f"{named} cannot be given for files that are compiled",
+            why=f"{directory} has its plan, and one step of it runs on the CPU",
+            hint="leave it out, or name the model, MODULE:NAME, in the place of the folder",
+        )
+    args = None if options.args is None else load_args(options.args)
+    report = check_files(directory, args)
+    console = make_console()
+    console.print(str(report), soft_wrap=True)
+    console.print(NOT_CHECKED, soft_wrap=True)
     return 0 if report.ok else 1
 
 

@@ -36,8 +36,7 @@ def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapp
             )
         source = ModuleSource.of(module, None)
     if args_target is not None:
-        named = load_target(args_target)
-        dummy_args = named() if callable(named) else named
+        dummy_args = _made(args_target)
     if not isinstance(dummy_args, Mapping):
         raise ConfigError(
             f"there are no dummy arguments for {target}",
@@ -47,6 +46,24 @@ def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapp
             hint="return (module, dummy_args), or name them with --args module:name",
         )
     return source, dummy_args
+
+
+def load_args(target: str) -> Mapping[str, Any]:
+    """The dict of arguments that ``target`` names, or that the function it names returns."""
+    args = _made(target)
+    if not isinstance(args, Mapping):
+        raise ConfigError(
+            f"{target} gives no arguments",
+            why=f"they are a {type(args).__name__}, not a dict",
+            hint="a dict of the arguments of forward by name, or a function that returns it",
+        )
+    return args
+
+
+def _made(target: str) -> Any:
+    """What ``target`` names, or the function of that name returns."""
+    named = load_target(target)
+    return named() if callable(named) else named
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class TypedRank:
 
 
 MEANING = (
-    "It may be a fault of the file, or a rule that the checker lacks. If the comparisons above are "
-    "equal, it is most likely the second: docs/outside-certificate.md"
+    "It may be a fault of the file, or a rule that the checker lacks. If the comparisons with one "
+    "device are equal, it is most likely the second: docs/outside-certificate.md"
 )
 """What is said of a refusal."""
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardwright.frontend.cli.targets import load_model, read_settings
 from shardwright.frontend.files import cache
 from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.verification.files_check import NOT_CHECKED
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.questions.explain import MOST
 from shardwright.runtime.errors import ConfigError
@@ -223,6 +225,34 @@ def test_verify(run, monkeypatch, capsys):
         == 1
     )
     assert "differ" in capsys.readouterr().out
+
+
+def test_verify_takes_files_where_they_are_checked_from_outside(run, capsys):
+    model = "my_models:Scalar --args my_models:EXAMPLE"
+    made = run(f"compile {model} --policy tp --plan-ngpus 2 --runtime-ngpus 4")
+    folder = made.rpartition("files: ")[2].strip()
+    accepted, told = run(f"verify {folder} --outside").splitlines()
+    assert "accepts gencode0.py" in accepted and told == NOT_CHECKED
+    file = Path(folder) / "gencode0.py"
+    source = file.read_text()
+    assert "all_reduce(" in source
+    file.write_text(re.sub(r"= all_reduce\((\w+), tp\)", r"= 1 * \1", source))
+    assert main(["verify", folder, "--outside"]) == 1  # nobody has accepted the edit
+    assert "shardwright accept" in capsys.readouterr().err
+    run(f"accept {folder}")
+    assert main(["verify", folder, "--outside"]) == 1
+    assert "refuses gencode0.py" in capsys.readouterr().out
+    refused = {
+        f"verify {folder}": f"{folder} cannot be compared with one device",
+        f"verify {folder} --outside --policy tp --set seed=1 --steps 2": "--policy, --set, --steps "
+        "cannot be given for files that are compiled",
+        f"verify {folder} --outside --args my_models:NUMBER": "my_models:NUMBER gives no arguments",
+        f"verify {folder}/none --outside": f"there is no folder {folder}/none",
+        "verify my_models:scalar": "there is no plan to verify",
+    }
+    for line, what in refused.items():
+        assert main(line.split()) == 1
+        assert capsys.readouterr().err.splitlines()[0] == f"error: {what}"
 
 
 def test_a_model_with_a_table_in_a_plain_attribute_is_verified_in_float64():

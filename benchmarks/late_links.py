@@ -9,8 +9,8 @@ and shared experts with the experts on both ranks (``--model experts``), or the 
 (``--model zero3``; what is compared there is to gather no weight ahead). Every message of the ranks
 arrives ``--delay-ms`` after it was sent, at the earliest (see ``late_messages.py``). The same plan
 runs with and without ``overlap_communication``, in turn. A pair of steps counts if other processes
-took no more of the cores meanwhile than ``--elsewhere``. At most three times ``--pairs`` are run; a
-line on stderr tells of each. Printed:
+took no more of the cores meanwhile than ``--elsewhere``. At most three times ``--pairs`` are run;
+lines on stderr tell of what comes before, how long all pairs may take, and of each pair. Printed:
 
 - what a message takes without overlap, and how much of that is CPU time of its rank: gloo's threads
   and the system copy and add. In the rest of it the rank is idle;
@@ -60,7 +60,9 @@ from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.compiler.trace.entry import trace
 from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.frontend.calibrate.calibrate import calibrate
+from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.gathered_weights import WeightGathering, _Use
 
@@ -156,6 +158,8 @@ def run_rank(
     """Train with and without overlap in turn; rank 0 prints. ``refusal``: the file in which it says
     so if no pair counts.
     """
+    if rank == 0:
+        say(f"compiling with and without overlap for {NUM_RANKS} ranks")
     batch = make_batch(name)
     modules = [
         shardwright.parallelize(
@@ -189,7 +193,7 @@ def run_rank(
 
         most_tries = MOST_TRIES * num_pairs
         for number in range(-WARM_UP, most_tries):
-            cores = Cores()
+            began_s, cores = time.monotonic(), Cores()
             order = (0, 1) if number % 2 == 0 else (1, 0)
             steps = {side: step(side) for side in order}
             elsewhere = cores.elsewhere()
@@ -200,6 +204,8 @@ def run_rank(
                 pairs.append(Pair(steps[0], steps[1], elsewhere))
             if rank == 0:
                 tell_pair(number, most_tries, elsewhere, counts, f"{len(pairs)} of {num_pairs}")
+                if number == -1:
+                    say(expectation(num_pairs, time.monotonic() - began_s))
             if len(pairs) == num_pairs:
                 break
     plain, beside = (dict(module.named_parameters()) for module in modules)
@@ -219,11 +225,21 @@ def tell_pair(number: int, most: int, elsewhere: float, counts: bool, so_far: st
     """A line on stderr for a pair of steps: a run takes minutes on a busy machine."""
     name = f"pair {number + 1} of at most {most}" if number >= 0 else "a pair to warm up"
     verdict = "counts" if counts else "does not count"
-    print(
-        f"{name}: other processes took {elsewhere:.0%} of the cores, {verdict} ({so_far})",
-        file=sys.stderr,
-        flush=True,
+    say(f"{name}: other processes took {elsewhere:.0%} of the cores, {verdict} ({so_far})")
+
+
+def expectation(num_pairs: int, pair_s: float) -> str:
+    """How long the pairs take, by what the last one took."""
+    all_s = num_pairs * pair_s
+    return (
+        f"about {all_s:.0f} s for pairs 1 to {num_pairs} if all of them count, at most "
+        f"{MOST_TRIES * all_s:.0f} s"
     )
+
+
+def say(line: str) -> None:
+    """A line on stderr, which is seen at once where it is a pipe, too."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def none_counts(taken: list[float], most: float) -> str:
@@ -475,7 +491,9 @@ def main() -> None:
         file = arguments.hardware or f"{folder}/machine.json"
         if not arguments.hardware:
             try:
-                Path(file).write_text(json.dumps(calibrate("cpu", NUM_RANKS).to_json()))
+                with listening(ProgressText()):
+                    machine = calibrate("cpu", NUM_RANKS)
+                Path(file).write_text(json.dumps(machine.to_json()))
             except ConfigError as error:
                 # Its hint names options of the command ``shardwright calibrate``.
                 sys.exit(

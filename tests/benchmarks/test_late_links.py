@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from shardwright.runtime.activity import activity
+from shardwright.runtime.errors import ConfigError
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -32,4 +35,24 @@ def test_each_pair_is_told(script: ModuleType, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.splitlines() == [
         "a pair to warm up: other processes took 70% of the cores, does not count (0 of 3)",
         "pair 5 of at most 9: other processes took 2% of the cores, counts (2 of 3)",
+    ]
+
+
+def test_what_comes_before_the_pairs_is_told(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A calibration takes a minute or two; then it is known how long a pair takes."""
+
+    def calibrate(*_: object) -> None:
+        with activity("calibrating for about 75 s"):
+            raise ConfigError("the machine is busy", why="of other work")
+
+    monkeypatch.setattr(script, "calibrate", calibrate)
+    monkeypatch.setattr("sys.argv", ["late_links.py"])
+    with pytest.raises(SystemExit, match="the machine is busy"):
+        script.main()
+    script.say(script.expectation(20, 1.52))
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating for about 75 s",
+        "about 30 s for pairs 1 to 20 if all of them count, at most 91 s",
     ]

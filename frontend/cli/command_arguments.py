@@ -246,6 +246,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan, for policy 'saved'"
     )
+    parser.add_argument(
+        "--all", action="store_true", help="print all plans that were tried, not ten of them"
+    )
     parser.set_defaults(policy="autodist")
 
 

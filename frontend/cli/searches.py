@@ -356,7 +356,10 @@ def run_plan(options: argparse.Namespace) -> int:
     found = asked.run()
     console = make_console()
     # First the tables, then the files.
-    console.print(candidate_table(found))
+    table, left_out = candidate_table(found, None if options.all else MOST_SHOWN)
+    console.print(table)
+    if left_out is not None:
+        console.print(left_out, soft_wrap=True)
     searched = asked.settled(found)
     plan, graph = searched.plan, searched.variant.graph
     save(asked.options, plan)
@@ -431,32 +434,31 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-MOST_SHOWN = 25
-"""Rows of a kind that a table on the terminal has: searches for several sizes and stages try
-hundreds of plans.
+MOST_SHOWN, MOST_REFUSED = 10, 3
+"""Rows of the table on the terminal, as searches for several sizes and stages try hundreds of
+plans; and how many of them are of what was refused, unless there is room for more.
 """
 
 
-def candidate_table(found: SearchResult, most: int = MOST_SHOWN) -> Table:
-    """What a search tried, best first: at most ``most`` candidates, and as many of what was
-    refused.
+def candidate_table(found: SearchResult, most: int | None) -> tuple[Table, str | None]:
+    """What a search tried, best first, and what it refused: at most ``most`` rows. The text under
+    it says what is left out.
     """
     table = new_table("Plans", *CANDIDATE_COLUMNS)
     rows = candidate_rows(found)
-    count = len(rows) - len(found.refused)
-    # A part for what takes longer, one for what was refused.
-    for part, what in ((rows[:count], "that take longer"), (rows[count:], "refused")):
-        for row in part[:most]:
-            table.add_row(*row)
-        if len(part) > most:
-            table.add_row(
-                f"and {len(part) - most} more {what}",
-                "",
-                "",
-                "",
-                "all: in the certificate of --out, and on --html",
-            )
-    return table
+    tried, refused = rows[: len(rows) - len(found.refused)], rows[len(rows) - len(found.refused) :]
+    most = len(rows) if most is None else most
+    num_tried = min(len(tried), most - min(len(refused), MOST_REFUSED))
+    num_refused = min(len(refused), most - num_tried)
+    for row in (*tried[:num_tried], *refused[:num_refused]):
+        table.add_row(*row)
+    parts = (
+        (len(tried) - num_tried, "that take longer"),
+        (len(refused) - num_refused, "refused"),
+    )
+    left_out = " and ".join(f"{count} more {what}" for count, what in parts if count)
+    where = "--all prints them, and the files of --out and --html have them"
+    return table, f"{left_out}: {where}" if left_out else None
 
 
 def certificate_section(certificate: Certificate) -> Section:

@@ -178,23 +178,29 @@ def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_pa
 def test_a_long_table_says_what_it_leaves_out() -> None:
     plan = Plan(Mesh((("tp", 2),)))
     candidates = [
-        Candidate(f"plan {i}", plan, float(i), (PlacedModel(plan, 0.0, "", ""),)) for i in range(4)
+        Candidate(f"plan {i}", plan, float(i), (PlacedModel(plan, 0.0, "", ""),)) for i in range(12)
     ]
-    found = SearchResult(others=candidates, refused={f"refused {i}": "too large" for i in range(3)})
-    table = candidate_table(found, most=2)
-    more = "all: in the certificate of --out, and on --html"
-    assert [list(column.cells) for column in (table.columns[0], table.columns[-1])] == [
-        [
-            "plan 0",
-            "plan 1",
-            "and 2 more that take longer",
-            "refused 0",
-            "refused 1",
-            "and 1 more refused",
-        ],
-        ["predicted", "predicted", more, "too large", "too large", more],
-    ]
-    assert candidate_table(found).row_count == 7
+
+    def shown(num_tried: int, num_refused: int, most: int | None = 10) -> tuple[str, str | None]:
+        refused = {f"refused {i}": "too large" for i in range(num_refused)}
+        found = SearchResult(others=candidates[:num_tried], refused=refused)
+        table, left_out = candidate_table(found, most)
+        names = [str(name) for name in table.columns[0].cells]
+        count = sum(name.startswith("plan") for name in names)
+        # The best of both, in order.
+        assert names[:count] == [candidate.title for candidate in candidates[:count]]
+        assert names[count:] == list(refused)[: len(names) - count]
+        return f"{count} + {len(names) - count}", left_out
+
+    rest = "--all prints them, and the files of --out and --html have them"
+    assert shown(12, 50) == (
+        "7 + 3",
+        f"5 more that take longer and 47 more refused: {rest}",
+    )
+    assert shown(12, 1) == ("9 + 1", f"3 more that take longer: {rest}")
+    assert shown(2, 9) == ("2 + 8", f"1 more refused: {rest}")
+    assert shown(4, 6) == ("4 + 6", None)
+    assert shown(12, 50, None) == ("12 + 50", None)
 
 
 def test_candidates_of_one_title_have_one_row() -> None:
@@ -205,7 +211,7 @@ def test_candidates_of_one_title_have_one_row() -> None:
         for title, of in times.items()
         for s in of
     ]
-    table = candidate_table(SearchResult(others=candidates))
+    table, _ = candidate_table(SearchResult(others=candidates), None)
     assert [
         list(column.cells) for column in (table.columns[0], table.columns[1], table.columns[-1])
     ] == [

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.falcon import modeling_falcon
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nemotron import modeling_nemotron
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -71,7 +73,14 @@ def _rotated(
     return rotary(query, cos, sin), rotary(key, cos, sin)
 
 
-MODULES = (modeling_deepseek_v3, modeling_llama, modeling_nemotron, modeling_qwen3_moe)
+MODULES = (
+    modeling_deepseek_v3,
+    modeling_falcon,
+    modeling_llama,
+    modeling_mixtral,
+    modeling_nemotron,
+    modeling_qwen3_moe,
+)
 """Where transformers has a function of rotary positions that :func:`rotary` replaces."""
 
 
@@ -101,8 +110,8 @@ class GatedMLP(nn.Module):
 
 
 class GatedExperts(nn.Module):
-    """Experts of Qwen3 or DeepSeek-V3 whose gate multiplies each row by the weight of its choice,
-    too. The last product is linear, so what comes out is the same.
+    """Experts of Qwen3, Mixtral or DeepSeek-V3 whose gate multiplies each row by the weight of its
+    choice, too. The last product is linear, so what comes out is the same.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -175,6 +184,7 @@ def with_fused_kernels(model: nn.Module) -> nn.Module:
 REPLACED: dict[str, Callable[[Any], nn.Module]] = {
     "LlamaMLP": GatedMLP,
     "DeepseekV3MLP": GatedMLP,
+    "MixtralExperts": GatedExperts,
     "Qwen3MoeExperts": GatedExperts,
     "DeepseekV3Experts": GatedExperts,
     "GptOssExperts": BiasedExperts,

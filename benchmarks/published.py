@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from published_models import built_by_sizes, is_named
 from published_pictures import write_picture
 from published_runs import (
     LATER_MEGATRON,
@@ -315,8 +316,9 @@ def at_depth(row: Row, found: Sequence[np.ndarray]) -> np.ndarray:
     depths = depths_of(row)
     if depths is None:
         return found[0]
-    layers = row.sizes.layers / (row.pp * row.chunks)
-    return found[0] + (layers - depths[0]) * (found[1] - found[0]) / (depths[1] - depths[0])
+    return found[0] + (row.layers_per_stage - depths[0]) * (found[1] - found[0]) / (
+        depths[1] - depths[0]
+    )
 
 
 def predict(row: Row, programs: Programs, machine: Machine) -> float:
@@ -534,7 +536,7 @@ def sorted_out(
     for count, row in enumerate(rows):
         if time.monotonic() > said + SECONDS_BETWEEN_LINES:
             said = time.monotonic()
-            print(f"{count} of {len(rows)} rows are compiled", file=sys.stderr, flush=True)
+            print(f"compiling row {count + 1} of {len(rows)}", file=sys.stderr, flush=True)
         why = refusal(row)
         if why is None:
             try:
@@ -561,7 +563,8 @@ def report(
 ) -> None:
     """Print every study, and write its picture."""
     pairs: list[tuple[float, bool]] = []
-    summary = Table("study", "rows", "error", "rank", "pairs in order", "over memory", "fitted")
+    heads = ("study", "rows", "error", "rank", "pairs in order")
+    summary = Table(*heads, *["over memory"] * memory, "fitted")
     for study, rows in studies.items():
         machine = machine_of(study, machines)
         found = {row.name: predict(row, programs, machine) for row in rows}
@@ -571,13 +574,12 @@ def report(
         score = Score.of(seconds, [row.iter_s for row in tested])
         pairs += pairs_of_plans(tested, seconds)
         # All published plans ran, so a peak above the device's memory is wrong.
-        over = str(sum(peaks[row.name] > memory_of(row) for row in rows)) if memory else ""
-        constants = ", ".join(f"{name} {value:g}" for name, value in machine.constants.items())
+        over = [str(sum(peaks[row.name] > memory_of(row) for row in rows))] if memory else []
         summary.add_row(
             study,
             *score.cells,
-            over,
-            f"{constants} (on {len(machine.fitted_on)} rows)" if constants else "preset alone",
+            *over,
+            _fitted_text(machine),
         )
         if each:
             console.print(_rows_table(study, rows, found, peaks, machine))
@@ -588,6 +590,26 @@ def report(
         console.print(summary)
     if pairs:
         console.print(_pairs_table(pairs))
+
+
+def _fitted_text(machine: Machine) -> str:
+    constants = ", ".join(f"{name} {value:g}" for name, value in machine.constants.items())
+    if machine.fitted_on:
+        return f"{constants} (on {rows_of(machine.fitted_on)})"
+    return f"nothing ({constants} are believed)" if constants else "nothing (preset alone)"
+
+
+def by_sizes(studies: Mapping[str, Sequence[Row]]) -> dict[str, list[str]]:
+    """The names of the rows whose models have names that are not known, by what stands for them."""
+    found: dict[str, list[str]] = {}
+    for row in itertools.chain.from_iterable(studies.values()):
+        if not is_named(row.model):
+            found.setdefault(built_by_sizes(row.experts), []).append(row.name)
+    return found
+
+
+def rows_of(names: Sequence[str]) -> str:
+    return f"{len(names)} row{'s' * (len(names) != 1)}"
 
 
 def _pairs_table(pairs: Sequence[tuple[float, bool]]) -> Table:
@@ -611,11 +633,16 @@ def _rows_table(
     peaks: Mapping[str, float],
     machine: Machine,
 ) -> Table:
-    heads = ("row", "model", "GPUs", "plan", "measured s", "predicted s", "error")
-    table = Table(*heads, "measured GB", "predicted GB", "", title=study)
+    # Columns in which no row says anything are left out.
+    measured = any(row.peak_bytes for row in rows)
+    fitted = any(row.name in machine.fitted_on for row in rows)
+    heads = ["row", "model", "GPUs", "plan", "measured s", "predicted s", "error"]
+    heads += ["measured GB"] * measured + ["predicted GB"] * bool(peaks) + [""] * fitted
+    hint = "--memory predicts the GB, too" if measured and not peaks else None
+    table = Table(*heads, title=study, caption=hint)
     for row in rows:
         predicted = found[row.name]
-        table.add_row(
+        cells = [
             row.name,
             row.model,
             str(row.gpus),
@@ -623,10 +650,14 @@ def _rows_table(
             f"{row.iter_s:.3f}",
             f"{predicted:.3f}",
             f"{predicted / row.iter_s - 1:+.1%}",
-            f"{row.peak_bytes / 1e9:.1f}" if row.peak_bytes else "",
-            f"{peaks[row.name] / 1e9:.1f}" if peaks else "",
-            "fitted" if row.name in machine.fitted_on else "",
-        )
+        ]
+        if measured:
+            cells.append(f"{row.peak_bytes / 1e9:.1f}" if row.peak_bytes else "")
+        if peaks:
+            cells.append(f"{peaks[row.name] / 1e9:.1f}")
+        if fitted:
+            cells.append("fitted" if row.name in machine.fitted_on else "")
+        table.add_row(*cells)
     return table
 
 
@@ -688,8 +719,11 @@ def run(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         pictures=arguments.pictures,
     )
+    for built_as, names in by_sizes(studies).items():
+        said = f"{rows_of(names)}: built as a {built_as} by sizes, as the name is not known here"
+        console.print(f"{said} ({', '.join(names)})")
     for why, names in sorted(refused.items()):
-        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})")
+        console.print(f"left out, {rows_of(names)}: {why} ({', '.join(names)})")
     for said in filter(None, map(unread_columns, tables)):
         console.print(said)
 

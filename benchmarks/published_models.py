@@ -3,9 +3,10 @@ weights.
 
 Models that transformers has are built from their configs, with norms, gates and rotary positions
 that are one kernel each, as they were in the systems that were measured (``fused_kernels.py``).
-Those of Megatron-LM and llm-foundry are written here with the operators that these launch: linear
-layers add their bias, scale and mask are part of the softmax, and attention is written out where
-Megatron's was, or flash attention where it was that.
+Those of Megatron-LM, of what grew from it (BLOOM, GPT-NeoX, OPT), and of llm-foundry are written
+here with the operators that these launch: linear layers add their bias, scale and mask are part of
+the softmax, and attention is written out where Megatron's was, or flash attention where it was
+that.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fused_kernels import with_fused_kernels
+from fused_kernels import rotary, with_fused_kernels
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
     Qwen3MoeConfig,
@@ -38,8 +43,10 @@ logging.set_verbosity_error()  # random weights are meant
 
 @dataclass(frozen=True)
 class Sizes:
-    """The columns of a table that describe a model. ``one_softmax``: whether the softmax of
-    attention that is written out is one kernel together with its scale and its mask.
+    """The columns of a table that describe a model. ``experts``, ``top_k``: how many experts a
+    layer has and a token is sent to, 0 of a dense model. ``moe_ffn``: the width of one expert.
+    ``one_softmax``: whether the softmax of attention that is written out is one kernel together
+    with its scale and its mask.
     """
 
     layers: int
@@ -49,6 +56,9 @@ class Sizes:
     ffn: int
     vocab: int
     seq: int
+    experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
     one_softmax: bool = True
 
 
@@ -97,11 +107,15 @@ class FlashAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm layer. ``core``: what selective recomputation computes again."""
+    """A pre-norm layer. ``core``: what selective recomputation computes again. ``neox``: attention
+    and the dense part read the same input, and rotary positions turn a quarter of each head.
+    """
 
-    def __init__(self, sizes: Sizes, *, flash: bool, bias: bool, dropout: float) -> None:
+    def __init__(
+        self, sizes: Sizes, *, flash: bool, bias: bool, dropout: float, neox: bool
+    ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.neox = dropout, neox
         hidden, ffn = sizes.hidden, sizes.ffn
         self.heads = sizes.heads
         self.norm1, self.norm2 = (nn.LayerNorm(hidden, bias=bias) for _ in range(2))
@@ -111,21 +125,32 @@ class Layer(nn.Module):
         self.core = (
             FlashAttention(dropout) if flash else WrittenAttention(sizes.seq, one=sizes.one_softmax)
         )
+        if neox:
+            for name in ("cos", "sin"):
+                table = torch.ones(1, sizes.seq, hidden // sizes.heads // 4)
+                self.register_buffer(name, table.bfloat16(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, seq, self.heads, 3, hidden // self.heads)
-        mixed = self.core(*qkv.permute(3, 0, 2, 1, 4).unbind(0))  # [batch, heads, seq, head]
-        x = x + self._dropped(self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden)))
-        return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
+        query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [batch, heads, seq, head]
+        if self.neox:
+            query, key = (rotary(part, self.cos, self.sin) for part in (query, key))
+        mixed = self.core(query, key, value)
+        attended = x + self._dropped(self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden)))
+        read = x if self.neox else attended
+        return attended + self._dropped(self.down(F.gelu(self.up(self.norm2(read)))))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout else x
 
 
 class Gpt(nn.Module):
-    """A GPT whose embedding and head share their weight. ``forward(input_ids, labels)``, both
-    [B, S], gives the mean loss.
+    """A GPT whose embedding and head share their weight, but for those of GPT-NeoX.
+    ``forward(input_ids, labels)``, both [B, S], gives the mean loss.
+
+    ``positions``: whether it has learned ones. ``first_norm``: whether the embedding is normed.
+    ``neox``: see :class:`Layer`.
     """
 
     def __init__(
@@ -135,24 +160,30 @@ class Gpt(nn.Module):
         flash: bool = False,
         bias: bool = True,
         positions: bool = True,
+        first_norm: bool = False,
+        neox: bool = False,
         dropout: float = DROPOUT,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(sizes.vocab, sizes.hidden)
-        # MPT has none: its attention is biased by distance, inside the kernel.
+        # MPT and BLOOM have none: their attention is biased by distance, inside a kernel.
         self.position = nn.Embedding(sizes.seq, sizes.hidden) if positions else None
+        self.first_norm = nn.LayerNorm(sizes.hidden) if first_norm else nn.Identity()
         layers = (
-            Layer(sizes, flash=flash, bias=bias, dropout=dropout) for _ in range(sizes.layers)
+            Layer(sizes, flash=flash, bias=bias, dropout=dropout, neox=neox)
+            for _ in range(sizes.layers)
         )
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(sizes.hidden, bias=bias)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-        self.head.weight = self.token.weight
+        if not neox:
+            self.head.weight = self.token.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.token(input_ids)
         if self.position is not None:
             x = x + self.position.weight
+        x = self.first_norm(x)
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
@@ -169,6 +200,40 @@ def megatron_flash(sizes: Sizes) -> nn.Module:
 
 def mpt(sizes: Sizes) -> nn.Module:
     return Gpt(sizes, flash=True, bias=False, positions=False, dropout=0.0)
+
+
+def bloom(sizes: Sizes) -> nn.Module:
+    return Gpt(sizes, positions=False, first_norm=True, dropout=0.0)
+
+
+def gpt_neox(sizes: Sizes) -> nn.Module:
+    return Gpt(sizes, positions=False, neox=True, dropout=0.0)
+
+
+def falcon(sizes: Sizes) -> nn.Module:
+    """A Falcon; those with more than one head of keys have a norm each for attention and for the
+    dense part, as 40B and 180B have.
+    """
+    config = FalconConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        new_decoder_architecture=sizes.kv_heads > 1,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=sizes.seq,
+    )
+    return with_fused_kernels(FalconForCausalLM(config))
+
+
+def mixtral(sizes: Sizes) -> nn.Module:
+    """Layers of Llama, each with experts in the place of its dense part."""
+    named = _llama_sizes(sizes) | {"intermediate_size": sizes.moe_ffn or sizes.ffn}
+    config = MixtralConfig(
+        num_local_experts=sizes.experts, num_experts_per_tok=sizes.top_k, **named
+    )
+    return with_fused_kernels(MixtralForCausalLM(config))
 
 
 def llama(sizes: Sizes) -> nn.Module:
@@ -226,60 +291,124 @@ def deepseek_v3(sizes: Sizes) -> nn.Module:
     return with_fused_kernels(DeepseekV3ForCausalLM(config))
 
 
-def gpt_oss_120b(sizes: Sizes) -> nn.Module:
-    return with_fused_kernels(GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers)))
+def gpt_oss(sizes: Sizes) -> nn.Module:
+    named = _llama_sizes(sizes) | {"intermediate_size": sizes.moe_ffn}
+    del named["max_position_embeddings"]  # its config scales rotary positions by its own
+    config = GptOssConfig(num_local_experts=sizes.experts, num_experts_per_tok=sizes.top_k, **named)
+    return with_fused_kernels(GptOssForCausalLM(config))
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of a family are built, and what their layers are called.
+    """How the models of a family are built, and what their modules are called.
 
-    ``core``: the part of a layer that selective recomputation computes again. ``period``:
-    every so many layers are alike. ``experts``: whether its layers have experts.
+    ``core``: the part of a layer that selective recomputation computes again. ``norm``: what
+    follows on the last layer. ``period``: every so many layers are alike. ``experts``: whether its
+    layers have experts.
     """
 
     make: Callable[[Sizes], nn.Module]
     layers: str
     core: str
+    norm: str
     period: int = 1
     experts: bool = False
 
 
-def _with_experts(make: Callable[[Sizes], nn.Module], period: int = 1) -> Family:
-    return Family(make, "model.layers.*", "model.layers.*.self_attn", period, experts=True)
+def _of_megatron(make: Callable[[Sizes], nn.Module]) -> Family:
+    """The family of models that are written here."""
+    return Family(make, "layers.*", "layers.*.core", "norm")
 
+
+def _like_llama(
+    make: Callable[[Sizes], nn.Module], period: int = 1, experts: bool = False
+) -> Family:
+    """The family of models of transformers whose modules are called as those of Llama."""
+    layers = "model.layers.*"
+    return Family(make, layers, f"{layers}.self_attn", "model.norm", period, experts)
+
+
+_FALCON = Family(falcon, "transformer.h.*", "transformer.h.*.self_attention", "transformer.ln_f")
+
+BY_SIZES = {False: _like_llama(llama), True: _like_llama(mixtral, experts=True)}
+"""What a model of an unknown name is built as where a table has all of its sizes: a Llama, or, with
+experts, a Mixtral.
+"""
 
 FAMILIES: dict[str, Family | None] = {
-    "DeepSeekV3": _with_experts(deepseek_v3),
-    "GPT OSS 120B": _with_experts(gpt_oss_120b, 2),
-    "GPT": Family(megatron, "layers.*", "layers.*.core"),
-    "GPT3": Family(megatron_flash, "layers.*", "layers.*.core"),
-    "MPT": Family(mpt, "layers.*", "layers.*.core"),
-    "LLAMA": Family(llama, "model.layers.*", "model.layers.*.self_attn"),
-    "Nemotron": Family(nemotron, "model.layers.*", "model.layers.*.self_attn"),
-    "Qwen3_30B_a3B": _with_experts(qwen3_30b),
-    "Qwen3_235B_a22B": _with_experts(qwen3_235b),
-    # These begin like others, and are other models.
-    **dict.fromkeys(("GPT OSS", "GPT-J", "GPT-NeoX", "GPT4", "LLAMA4", "LLAMA MoE"), None),
+    "BLOOM": _of_megatron(bloom),
+    "DeepSeekV3": _like_llama(deepseek_v3, experts=True),
+    "Falcon": _FALCON,
+    "GPT OSS": _like_llama(gpt_oss, 2, experts=True),
+    "GPT": _of_megatron(megatron),
+    "GPT3": _of_megatron(megatron_flash),
+    "GPT-NeoX": _of_megatron(gpt_neox),
+    "LLAMA": _like_llama(llama),
+    "Mixtral": _like_llama(mixtral, experts=True),
+    "MPT": _of_megatron(mpt),
+    "Nemotron": _like_llama(nemotron),
+    "OPT": _of_megatron(megatron),
+    "Qwen3_30B_a3B": _like_llama(qwen3_30b, experts=True),
+    "Qwen3_235B_a22B": _like_llama(qwen3_235b, experts=True),
+    # These begin like others, and have layers of other kinds.
+    **dict.fromkeys(("Falcon-H1", "Falcon Mamba", "Falcon 3", "LLAMA4"), None),
     **dict.fromkeys(("Nemotron-H", "Nemotron V3", "Nemotron Nano"), None),
     **dict.fromkeys(("Nemotron 3 Nano", "Nemotron 3 Super", "Nemotron 3 Ultra"), None),
 }
 """Families by the beginning of a model's name; the longest beginning counts. ``None``: a model that
-is not known here.
+cannot be built here.
 """
 
-KNOWN_SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
-    "LLAMA2-7B": (32, 4096, 32, 32, 11008, 32000),
-    "LLAMA2-13B": (40, 5120, 40, 40, 13824, 32000),
-    "LLAMA2-70B": (80, 8192, 64, 8, 28672, 32000),
-    "LLAMA3-8B": (32, 4096, 32, 8, 14336, 128256),
-    "LLAMA3-70B": (80, 8192, 64, 8, 28672, 128256),
-    "LLAMA3.1-8B": (32, 4096, 32, 8, 14336, 128256),
-    "LLAMA3.1-70B": (80, 8192, 64, 8, 28672, 128256),
-    "LLAMA3.1-405B": (126, 16384, 128, 8, 53248, 128256),
+OTHERS = ("GPT-J", "GPT4", "LLAMA MoE")
+"""Beginnings of names that are longer than one of a family, of models that are not of it."""
+
+
+def _known(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    experts: int = 0,
+    top_k: int = 0,
+    moe_ffn: int = 0,
+) -> Sizes:
+    return Sizes(layers, hidden, heads, kv_heads, ffn, vocab, 0, experts, top_k, moe_ffn)
+
+
+KNOWN_SIZES: dict[str, Sizes] = {
+    "BLOOM-176B": _known(70, 14336, 112, 112, 57344, 250880),
+    "BLOOM-7B1": _known(30, 4096, 32, 32, 16384, 250880),
+    "DeepSeekV3": _known(61, 7168, 128, 128, 18432, 129280, 256, 8, 2048),
+    "Falcon-7B": _known(32, 4544, 71, 1, 18176, 65024),
+    "Falcon-40B": _known(60, 8192, 128, 8, 32768, 65024),
+    "Falcon-180B": _known(80, 14848, 232, 8, 59392, 65024),
+    "GPT-NeoX-20B": _known(44, 6144, 64, 64, 24576, 50432),
+    "GPT OSS 20B": _known(24, 2880, 64, 8, 2880, 201088, 32, 4, 2880),
+    "GPT OSS 120B": _known(36, 2880, 64, 8, 2880, 201088, 128, 4, 2880),
+    "LLAMA-7B": _known(32, 4096, 32, 32, 11008, 32000),
+    "LLAMA-13B": _known(40, 5120, 40, 40, 13824, 32000),
+    "LLAMA-65B": _known(80, 8192, 64, 64, 22016, 32000),
+    "LLAMA2-7B": _known(32, 4096, 32, 32, 11008, 32000),
+    "LLAMA2-13B": _known(40, 5120, 40, 40, 13824, 32000),
+    "LLAMA2-70B": _known(80, 8192, 64, 8, 28672, 32000),
+    "LLAMA3-8B": _known(32, 4096, 32, 8, 14336, 128256),
+    "LLAMA3-70B": _known(80, 8192, 64, 8, 28672, 128256),
+    "LLAMA3-405B": _known(126, 16384, 128, 8, 53248, 128256),
+    "LLAMA3.1-8B": _known(32, 4096, 32, 8, 14336, 128256),
+    "LLAMA3.1-70B": _known(80, 8192, 64, 8, 28672, 128256),
+    "LLAMA3.1-405B": _known(126, 16384, 128, 8, 53248, 128256),
+    "Mixtral-8x7B": _known(32, 4096, 32, 8, 14336, 32000, 8, 2, 14336),
+    "Mixtral-8x22B": _known(56, 6144, 48, 8, 16384, 32000, 8, 2, 16384),
+    "OPT-175B": _known(96, 12288, 96, 96, 49152, 50272),
+    "Qwen3_30B_a3B": _known(48, 2048, 32, 4, 6144, 151936, 128, 8, 768),
+    "Qwen3_235B_a22B": _known(94, 4096, 64, 4, 12288, 151936, 128, 8, 1536),
 }
-"""Layers, hidden size, heads, key and value heads, inner size and vocabulary of models of which a
-table says the name only (from their published configs), by the beginning of the name.
+"""Sizes of models of which a table says the name only, by the beginning of the name; without the
+length of sequences. They are those of the configs that were published with their weights. Those of
+DeepSeek-V3, Falcon-7B, GPT-NeoX-20B, GPT-OSS 120B, Llama-7B and Mixtral 8x7B are also what the
+configs of transformers say by default.
 """
 
 
@@ -292,16 +421,32 @@ def _plain(model: str) -> str:
     return re.sub(r"[^a-z0-9#]", "", name).removeprefix("meta")
 
 
-def family_of(model: str) -> Family | None:
-    """The family of a model by its name; nothing if it is not known here."""
-    matching = [name for name in FAMILIES if _plain(model).startswith(_plain(name))]
-    return FAMILIES[max(matching, key=len)] if matching else None
+def is_named(model: str) -> bool:
+    """Whether a model's name tells what it is built of, or that it cannot be built here."""
+    return _longest_beginning(model) in FAMILIES
 
 
-def known_sizes(model: str) -> tuple[int, int, int, int, int, int]:
+def family_of(model: str, experts: int = 0) -> Family | None:
+    """The family of a model by its name, or, of a name that is not known, by its sizes; nothing if
+    it cannot be built here.
+    """
+    return FAMILIES[_longest_beginning(model)] if is_named(model) else BY_SIZES[experts > 0]
+
+
+def built_by_sizes(experts: int) -> str:
+    """What stands for a model of an unknown name."""
+    return "Mixtral" if experts else "Llama"
+
+
+def _longest_beginning(model: str) -> str:
+    names = (name for name in (*FAMILIES, *OTHERS) if _plain(model).startswith(_plain(name)))
+    return max(names, key=len, default="")
+
+
+def known_sizes(model: str) -> Sizes:
     """The entry of :data:`KNOWN_SIZES` for a model; zeros if there is none."""
     names = (name for name in KNOWN_SIZES if _plain(model).startswith(_plain(name)))
-    return next((KNOWN_SIZES[name] for name in names), (0, 0, 0, 0, 0, 0))
+    return next((KNOWN_SIZES[name] for name in names), _known(0, 0, 0, 0, 0, 0))
 
 
 def on_meta(family: Family, sizes: Sizes) -> nn.Module:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from fused_kernels import one_rotary_kernel
-from published_models import FAMILIES, Sizes, family_of, on_meta
+from published_models import Family, Sizes, family_of, on_meta
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
@@ -79,6 +79,34 @@ class Row:
     @property
     def plan_ngpus(self) -> int:
         return self.pp * self.experts_ranks
+
+    @property
+    def stages(self) -> int:
+        """All stages of the pipeline: those of each rank count."""
+        return self.pp * self.chunks
+
+    @property
+    def ends(self) -> int:
+        """How many layers the embedding and the head stand for where layers are dealt out to
+        stages: one each if they are needed for all stages to get as many. So Megatron deals them
+        (``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``,
+        ``megatron/core/transformer/transformer_block.py``; on for Llama 405B and Qwen3 235B in
+        Megatron-Bridge's recipes), and DeepSpeed BLOOM's, 70 over 12 stages. The 126 of Llama 405B
+        are 128 so, and each of 128 stages gets one: the first the embedding alone.
+        """
+        layers, stages = self.sizes.layers, self.stages
+        return 2 if stages > 1 and layers % stages and (layers + 2) % stages == 0 else 0
+
+    @property
+    def layers_per_stage(self) -> float:
+        return (self.sizes.layers + self.ends) / self.stages
+
+    @property
+    def family(self) -> Family:
+        """How its model is built; a row that is not refused has one."""
+        family = family_of(self.model, self.experts)
+        assert family is not None
+        return family
 
     @property
     def copies(self) -> int:
@@ -193,12 +221,11 @@ def hardware_of(gpu: str, gpus: int) -> Hardware:
 
 def refusal(row: Row) -> str | None:
     """Why a row cannot be priced, in words; ``None`` if it can."""
-    sizes, family = row.sizes, family_of(row.model)
+    sizes, family = row.sizes, family_of(row.model, row.experts)
     if row.fault:
         return row.fault
     if family is None:
-        known = ", ".join(name for name, known in FAMILIES.items() if known)
-        return f"model {row.model!r} is not known here; names may begin with {known}"
+        return f"model {row.model!r} has layers of other kinds than attention and dense ones"
     if row.gpu not in PRESETS:
         return f"no preset describes {row.gpu or 'the GPU, which the table does not name'}"
     if row.precision not in ("bfloat16", *hardware_of(row.gpu, 1).device.flops_per_s):
@@ -225,9 +252,8 @@ def refusal(row: Row) -> str | None:
         return "experts with tensor parallelism of their own"
     if row.batch % (row.copies * row.microbatch) or not row.num_microbatches:
         return "the batch is no whole number of microbatches"
-    stages = row.pp * row.chunks
-    if sizes.layers < stages:
-        return f"{stages} stages for {sizes.layers} layers"
+    if sizes.layers < row.stages and not row.ends:
+        return f"{row.stages} stages for {sizes.layers} layers"
     if row.zero == 3 and row.pp > 1:
         return "parameters in pieces over units, with stages"
     return None
@@ -249,13 +275,12 @@ def _sizes_left_out(row: Row) -> list[str]:
 
 def shape_of(row: Row, depth: int | None = None) -> tuple[object, ...]:
     """Everything that the program of a row with ``depth`` layers a stage depends on."""
-    family = family_of(row.model)
-    assert family is not None
     interleaved = row.pp > 1 and row.chunks > 1
     return (
-        family.make.__name__,
+        row.family.make.__name__,
         replace(row.sizes, layers=0) if depth else row.sizes,
         *(row.tp, row.pp, row.cp, row.ep, row.chunks, row.microbatch, row.recompute, depth),
+        row.ends,
         row.num_microbatches if interleaved else 0,
         row.gpus if row.zero == 3 else 0,
     )
@@ -266,11 +291,11 @@ def graph_of(model: str, sizes: Sizes, samples: int) -> PlannableGraph:
     """The model for one microbatch of a unit. All its experts get as many rows: the tables say that
     routing was forced to be balanced.
     """
-    family = family_of(model)
+    family = family_of(model, sizes.experts)
     assert family is not None
     tokens = torch.zeros(samples, sizes.seq, dtype=torch.long)
     inputs: dict[str, object] = {"input_ids": tokens, "labels": tokens}
-    if family.layers.startswith("model."):
+    if not family.layers.startswith("layers."):  # one of transformers
         inputs["use_cache"] = False
     try:
         with one_rotary_kernel():
@@ -292,9 +317,7 @@ def depths_of(row: Row) -> tuple[int, int] | None:
     With fewer layers the head of a model may keep the device busy while the host launches the
     layers, so that a further layer takes less than one of many does.
     """
-    family = family_of(row.model)
-    assert family is not None
-    layers, period = row.sizes.layers / (row.pp * row.chunks), family.period
+    layers, period = row.layers_per_stage, row.family.period
     return None if layers <= 8 * period else (4 * period, 8 * period)
 
 
@@ -302,11 +325,8 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
     """The program of a row's plan, as it is emitted. ``depth``: with so many layers a stage in the
     place of the model's own.
     """
-    family = family_of(row.model)
-    assert family is not None
-    stages = row.pp * row.chunks
     if depth is not None:
-        row = replace(row, sizes=replace(row.sizes, layers=depth * stages))
+        row = replace(row, sizes=replace(row.sizes, layers=depth * row.stages - row.ends))
     graph = graph_of(row.model, row.sizes, row.microbatch * row.dp)
 
     def planned(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -329,9 +349,7 @@ def program_of(row: Row, depth: int | None = None) -> Program | PipelineProgram:
 
 def plan_of(row: Row, graph: PlannableGraph) -> Plan:
     """The plan of a row for its model, with the layers that the row says."""
-    family = family_of(row.model)
-    assert family is not None
-    stages = row.pp * row.chunks
+    family, stages = row.family, row.stages
     again = {"none": (), "full": (family.layers,)}.get(row.recompute.split(",")[0], (family.core,))
     if BUT_THE_LAST in row.recompute:
         before_last = row.sizes.layers // stages * (stages - 1)
@@ -339,15 +357,26 @@ def plan_of(row: Row, graph: PlannableGraph) -> Plan:
     policy, options = _policy_of(row)
     if policy == "hybrid":
         options["recompute"] = again
-        if row.sizes.layers % stages == 0:
-            # Stages of as many layers each, as the systems that were measured cut them.
-            step = row.sizes.layers // stages
-            starts = [family.layers.replace("*", str(step * stage)) for stage in range(1, stages)]
-            options["stage_starts"] = tuple(starts)
+        options["stage_starts"] = stage_starts_of(row)
     found = find_policy(policy).apply(graph, replace(row.config, pas_config=options))
     plan = found.plan if isinstance(found, PlannableGraph) else found
     assert plan is not None
     return replace(plan, recompute=again, zero=units_of_storage(row.config))
+
+
+def stage_starts_of(row: Row) -> tuple[str, ...]:
+    """The modules at which all stages but the first begin: as many layers each, as the systems that
+    were measured cut them. Empty if layers cannot be dealt out so: the cheapest cut is taken.
+    """
+    counted = row.sizes.layers + row.ends
+    if counted % row.stages:
+        return ()
+    firsts = (counted // row.stages * stage - row.ends // 2 for stage in range(1, row.stages))
+    # The last stage may have the head only.
+    return tuple(
+        row.family.layers.replace("*", str(first)) if first < row.sizes.layers else row.family.norm
+        for first in firsts
+    )
 
 
 def _policy_of(row: Row) -> tuple[str, dict[str, object]]:

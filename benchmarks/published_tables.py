@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from published_models import Sizes, known_sizes
+from published_models import Sizes, built_by_sizes, is_named, known_sizes
 from published_runs import BUT_THE_LAST, LATER_MEGATRON, PRESETS, SEQUENCE_PARALLEL, Row
 
 from shardwright.runtime.errors import ConfigError, did_you_mean
@@ -170,6 +170,14 @@ def _check_header(path: Path, header: Sequence[str]) -> None:
     missing = [name for name in NEEDED if name not in header]
     if not any(name in header for name in TIMES):
         missing.append(" or ".join(TIMES))
+    separators = {";": "semicolons", "\t": "tabs"}
+    parted = [name for mark, name in separators.items() if len(header) == 1 and mark in header[0]]
+    if parted:
+        raise ConfigError(
+            f"the table has {parted[0]} between its cells",
+            where=where,
+            hint=f"write it with commas, and numbers with points; {hint}",
+        )
     if missing:
         raise ConfigError(
             f"the table lacks columns: {', '.join(missing)}",
@@ -210,7 +218,7 @@ def _row(line: Mapping[str, str], fallback: str) -> Row:
         study=study,
         model=model,
         sizes=sizes,
-        experts=cells.count("experts", 0, 0),
+        experts=sizes.experts,
         gpu=gpu,
         gpus=cells.count("gpus", 0),
         precision=_precision_of(cells),
@@ -229,6 +237,7 @@ def _row(line: Mapping[str, str], fallback: str) -> Row:
         notes=cells.text("notes"),
     )
     row = replace(row, iter_s=_seconds_of(cells, row))
+    _check_model(cells, row)
     _check_plan(cells, row)
     return replace(row, fault=cells.faults[0] if cells.faults else None)
 
@@ -237,16 +246,20 @@ def _sizes(cells: Cells, model: str, tp: int) -> Sizes:
     """What the table says of the model; the rest by its name."""
     known = known_sizes(model)
     layers, hidden, heads = (
-        cells.count(key, known[place]) for place, key in enumerate(("layers", "hidden", "heads"))
+        cells.count(key, getattr(known, key)) for key in ("layers", "hidden", "heads")
     )
+    ffn = cells.count("ffn", known.ffn or cells.count("moe_ffn", 0) or 4 * hidden)
     return Sizes(
         layers,
         hidden,
         heads,
-        cells.count("kv_heads", known[3] or heads),
-        cells.count("ffn", known[4] or 4 * hidden),
-        cells.count("vocab", known[5] or _vocab_of(cells, tp)),
+        cells.count("kv_heads", known.kv_heads or heads),
+        ffn,
+        cells.count("vocab", known.vocab or _vocab_of(cells, tp)),
         cells.count("seq", 0),
+        cells.count("experts", known.experts, 0),
+        cells.count("top_k", known.top_k),
+        cells.count("moe_ffn", known.moe_ffn or ffn),
         # Megatron's kernel for scale, mask and softmax takes batches of four heads.
         cells.count("mbs", 0) * heads // tp % 4 == 0,
     )
@@ -353,6 +366,21 @@ def _seconds_at(row: Row, flops_per_s: float) -> float:
     layers = 96 * row.batch * s * sizes.layers * sizes.hidden**2
     terms = 1 + s / (6 * sizes.hidden) + sizes.vocab / (16 * sizes.layers * sizes.hidden)
     return layers * terms / (row.gpus * flops_per_s)
+
+
+def _check_model(cells: Cells, row: Row) -> None:
+    """A model of an unknown name is built by its sizes, so all of these must be there."""
+    if is_named(row.model):
+        return
+    needed = ["layers", "hidden", "heads", "ffn", "vocab", *(["top_k"] if row.experts else [])]
+    absent = [name for name in needed if not cells.text(name)]
+    if row.experts and cells.text("moe_ffn"):
+        absent = [name for name in absent if name != "ffn"]
+    if absent:
+        cells.faults.append(
+            f"model {row.model!r} is not known here, and the table leaves out {', '.join(absent)}; "
+            f"with all sizes it is built as a {built_by_sizes(row.experts)}"
+        )
 
 
 def _check_plan(cells: Cells, row: Row) -> None:

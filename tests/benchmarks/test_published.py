@@ -102,10 +102,20 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"model": "Mixtral 8x7B"}, "model 'Mixtral 8x7B' is not known here"),
+        # Without these sizes nothing can be built for a name that says nothing.
+        ({"model": "Foo-7B"}, "model 'Foo-7B' is not known here, and the table leaves out ffn, vo"),
+        (
+            {"model": "LLAMA MoE", "ffn": "9", "vocab": "9", "experts": "8"},
+            "model 'LLAMA MoE' is not known here, and the table leaves out top_k; with all sizes "
+            "it is built as a Mixtral",
+        ),
         # These begin like models that are known.
-        ({"model": "GPT OSS 20B"}, "model 'GPT OSS 20B' is not known here"),
-        ({"model": "Llama-4-Scout"}, "model 'Llama-4-Scout' is not known here"),
+        ({"model": "Llama-4-Scout"}, "model 'Llama-4-Scout' has layers of other kinds"),
+        ({"model": "Nemotron-H-8B"}, "model 'Nemotron-H-8B' has layers of other kinds"),
+        (
+            {"model": "Mixtral-8x7B", "pp": "8", "vp": "4", "layers": "31"},
+            "32 stages for 31 layers",
+        ),
         ({"experts": "8"}, "GPT 1B is a model without experts here, and the table has some"),
         ({"gpu": "A10G"}, "no preset describes A10G"),
         ({"gpu": "H800"}, "no preset describes H800"),
@@ -147,7 +157,8 @@ def test_rows_that_cannot_be_priced_say_why(
     ("text", "words"),
     [
         ("", "a table without a line"),
-        ("gpu;gpus;seq\n", "the table lacks columns: gpu, gpus, seq, mbs, gbs, iter_s or tokens"),
+        ("gpu,seq\n", "the table lacks columns: gpus, mbs, gbs, iter_s or tokens"),
+        ("gpu;gpus;seq\n", "the table has semicolons between its cells"),
         ("gpu,gpus,seq,mbs,gbs,iter_s,gpu\n", "the table has columns twice: gpu"),
         ("gpu,gpus,seq,mbs,gbs,iter_s\n", "there are no rows"),
         (None, "cannot read the table"),
@@ -192,7 +203,95 @@ def test_what_a_table_has_besides_is_said(
     assert "columns that are not read: recomputation (did you mean 'recompute'?)" in said
     assert "the model cannot be built or run: no such model ([/b])" in said
     assert "the line has 14 cells for 13 columns (one)" in said
-    assert "the line has 2 cells for 13 columns (other 3)" in said
+    assert "left out, 1 row: the line has 2 cells for 13 columns (other 3)" in said
+
+
+NAMED = {
+    # Billions of parameters as the models' own pages and papers have them.
+    "bigscience/bloom-7b1": 7.07,
+    "BLOOM-176B": 176.2,
+    "DeepSeek-V3": 671,
+    "falcon-7b": 6.92,
+    "tiiuae/falcon-40b": 41.3,
+    "Falcon 180B": 179.5,
+    "EleutherAI/gpt-neox-20b": 20.55,
+    "openai/gpt-oss-20b": 20.9,
+    "GPT OSS 120B": 116.8,
+    "LLaMA-65B": 65.3,
+    "Llama-3.1-405B": 405.9,
+    "Mixtral-8x7B-v0.1": 46.7,
+    "mistralai/Mixtral-8x22B": 140.6,
+    "OPT-175B": 174.6,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235.1,
+}
+
+
+def test_models_of_known_names_need_no_sizes(script: ModuleType, tmp_path: Path) -> None:
+    """Each has the parameters that were published."""
+    table = tmp_path / "named.csv"
+    kept = {key: value for key, value in PLAIN.items() if key not in ("layers", "hidden", "heads")}
+    lines = [",".join((kept | {"model": model}).values()) for model in NAMED]
+    table.write_text("\n".join([",".join(kept), *lines]))
+    models = importlib.import_module("published_models")
+    for row in script.read_tables([table]):
+        assert script.refusal(row) is None, row
+        model = models.on_meta(row.family, replace(row.sizes, seq=1))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count == pytest.approx(1e9 * NAMED[row.model], rel=6e-3), row.model
+
+
+@pytest.mark.parametrize("model", ["BLOOM", "Falcon", "GPT-NeoX", "GPT OSS", "Mixtral", "Foo-8x1B"])
+def test_rows_with_all_sizes_are_priced(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+) -> None:
+    """Whatever their name, on two ranks of tensor parallelism, or of experts, in two stages; what
+    was built by sizes alone is said.
+    """
+    experts = {"experts": "8", "top_k": "2", "moe_ffn": "96", "ep": "2"}
+    line = PLAIN | {"model": model, "hidden": "128", "heads": "4", "kv_heads": "2", "ffn": "256"}
+    line |= {"layers": "4", "vocab": "512", "seq": "64", "pp": "2"}
+    line |= experts if model in ("GPT OSS", "Mixtral", "Foo-8x1B") else {"tp": "2"}
+    table = tmp_path / "sizes.csv"
+    table.write_text(f"{','.join(line)}\n{','.join(line.values())}\n")
+    (row,) = script.read_tables([table])
+    assert script.refusal(row) is None and script.predict(row, script.Programs(), script.HOST) > 0
+    if model.startswith("Foo"):
+        monkeypatch.setattr("sys.argv", ["published.py", str(table), "--rows"])
+        script.main()
+        said = " ".join(capsys.readouterr().out.split())
+        assert "1 row: built as a Mixtral by sizes, as the name is not known here (sizes 1)" in said
+        # Nothing was measured or audited of memory, and nothing fitted.
+        assert "GB" not in said and "over memory" not in said and "nothing (launch_us 50" in said
+
+
+def test_layers_are_dealt_out_as_megatron_does(script: ModuleType) -> None:
+    """Embedding and head count as a layer each where layers alone do not fill the stages."""
+    runs = importlib.import_module("published_runs")
+    llama = replace(rows_of(script)["258"], pp=16)  # 405B, 126 layers on 8 stages a rank
+    assert (llama.stages, llama.ends, script.refusal(llama)) == (128, 2, None)
+    starts = runs.stage_starts_of(llama)
+    assert starts == (*(f"model.layers.{layer}" for layer in range(126)), "model.norm")
+    starts = runs.stage_starts_of(replace(llama, chunks=2))
+    assert starts[:2] == ("model.layers.3", "model.layers.7") and starts[-1] == "model.layers.123"
+    # Where layers fill the stages they are dealt out alone.
+    assert runs.stage_starts_of(replace(llama, chunks=1, pp=2)) == ("model.layers.63",)
+    assert not runs.stage_starts_of(replace(llama, chunks=1, pp=5))
+
+
+def test_the_first_and_the_last_stage_may_have_no_layer(script: ModuleType) -> None:
+    row = small(replace(rows_of(script)["258"], pp=2, tp=2, cp=1, chunks=4, gpus=4, batch=8), 6)
+    program = importlib.import_module("published_runs").program_of(row)
+    operators = [
+        [op.module_path for op in stage.graph.ops if "layers" in op.module_path]
+        for stage in program.stages
+    ]
+    assert [len({path.split(".")[2] for path in paths}) for paths in operators] == [0, *[1] * 6, 0]
+    assert script.predict(row, script.Programs(), script.HOST) > 0
 
 
 def test_releases_of_nemo_are_studies_of_their_own(script: ModuleType, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shardwright.policies.autodist.autodist_policy import (
     search_each,
     settled,
 )
-from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.results import NOT_SEARCHED, SearchResult
 from shardwright.policies.autodist.options import (
     AutodistOptions,
     check_imbalance_of_ranks,
@@ -41,6 +41,7 @@ from shardwright.policies.autodist.search.batch_sizes import (
     sizes_by_unit,
 )
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
+from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
 from shardwright.runtime.activity import activity
@@ -51,13 +52,16 @@ from shardwright.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What is searched, for the model as it was traced: a graph for every size of a microbatch."""
+    """What is searched, for the model as it was traced: a graph for every size of a microbatch.
+    ``traced_s``: the seconds that tracing took, which are a part of the limit.
+    """
 
     variants: Subsearches
     config: ComputeConfig
     options: AutodistOptions
     hardware: Hardware
     dummy_args: Mapping[str, Any]
+    traced_s: float = 0.0
 
     @classmethod
     def of(
@@ -88,20 +92,21 @@ class PlanSearch:
             shapes = {path: tuple(x.shape) for path, x in leaves if isinstance(x, torch.Tensor)}
             check_can_be_told(shapes, options.batch_dims, config)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
+        watch = Stopwatch()
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
         with activity("tracing"), in_dtype(module, module_dtype):
-            tracer = _Tracer(module, dummy_args, config, options)
+            tracer = _Tracer(module, dummy_args, config, options, watch)
             if options.unit_sizes is None:
                 variants = tracer.variants(config, options.microbatch)
             else:
                 check_options(config, options)
                 variants = Subsearches.of_units(tracer.variants_by_unit(options.unit_sizes))
-        return cls(variants, config, options, hardware, dummy_args)
+        return cls(variants, config, options, hardware, dummy_args, watch.wall_s)
 
     def run(self) -> SearchResult:
-        """Search."""
+        """Search, in what tracing has left of the limit."""
         with activity("searching"):
-            return search_each(self.variants, self.options, self.hardware)
+            return search_each(self.variants, self.options, self.hardware, self.traced_s)
 
     def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
@@ -184,22 +189,30 @@ def search_plan(
     return found
 
 
+TRACING_SHARE = 0.5
+"""The share of the time limit after which no further size of a microbatch is traced."""
+
+
 @dataclass
 class _Tracer:
-    """Traces the model as it is, or for sizes of a microbatch, each once."""
+    """Traces the model as it is, or for sizes of a microbatch, each once. ``watch``: since when the
+    time limit counts.
+    """
 
     module: nn.Module
     dummy_args: Mapping[str, Any]
     config: ComputeConfig
     options: AutodistOptions
+    watch: Stopwatch
     traced: dict[int, PlannableGraph] = field(default_factory=dict)
 
     def variants(self, config: ComputeConfig, sizes: Sequence[int] | None) -> Subsearches:
         """What is searched for units of ``config``, with microbatches of ``sizes``, if any are
         named.
         """
-        graphs = self._graphs(config, sizes)
-        return Subsearches.of(graphs, config, self.options.zero, self.options.imbalance)
+        graphs, left_out = self._graphs(config, sizes)
+        found = Subsearches.of(graphs, config, self.options.zero, self.options.imbalance)
+        return replace(found, refused={**found.refused, **left_out}) if left_out else found
 
     def variants_by_unit(self, unit_sizes: Sequence[int]) -> dict[int, Subsearches]:
         """What is searched for every size of a unit. Units that cannot share the samples evenly are
@@ -235,16 +248,30 @@ class _Tracer:
 
     def _graphs(
         self, config: ComputeConfig, sizes: Sequence[int] | None
-    ) -> dict[Batch | None, PlannableGraph]:
-        """The model as traced, or the graph of every size that a unit of ``config`` may take."""
+    ) -> tuple[dict[Batch | None, PlannableGraph], dict[str, str]]:
+        """The model as traced, or the graph of every size that a unit of ``config`` may take; and
+        why there is none of the others: tracing ends with its share of the limit. Large ones come
+        first, as in the search, and one is traced in any case.
+        """
         options = self.options
         if options.global_batch is None:
-            return {None: self._trace(self.dummy_args, {})}
+            return {None: self._trace(self.dummy_args, {})}, {}
         dims = self._batch_dims
+        left_out: dict[str, str] = {}
+        graphs: dict[Batch | None, PlannableGraph] = {}
         wanted = batches(config, options.global_batch, sizes, dims)
-        for size in {batch.samples for batch in wanted} - self.traced.keys():
-            self.traced[size] = self._trace(resized(self.dummy_args, dims, size), dims)
-        return {batch: self.traced[batch.samples] for batch in wanted}
+        for batch in sorted(wanted, key=lambda batch: -batch.samples):
+            size, took_s = batch.samples, self.watch.wall_s
+            is_late = took_s > TRACING_SHARE * options.time_limit_s
+            if size not in self.traced and is_late and self.traced:
+                left_out[f"microbatches of {size}"] = (
+                    f"{NOT_SEARCHED}, as tracing other sizes took {took_s:.0f} s of the limit"
+                )
+                continue
+            if size not in self.traced:
+                self.traced[size] = self._trace(resized(self.dummy_args, dims, size), dims)
+            graphs[batch] = self.traced[size]
+        return graphs, left_out
 
     @functools.cached_property
     def _batch_dims(self) -> dict[str, int]:

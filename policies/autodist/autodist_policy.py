@@ -174,10 +174,10 @@ def search(
 
 
 def search_each(
-    subsearches: Subsearches, options: AutodistOptions, hardware: Hardware
+    subsearches: Subsearches, options: AutodistOptions, hardware: Hardware, spent_s: float = 0.0
 ) -> SearchResult:
     """What searches with these options find, with the times of operators measured on the machine if
-    there are any.
+    there are any. ``spent_s``: the seconds of the limit that are over.
 
     Raises:
         ConfigError: options that contradict each other or the config; a file of times that is none.
@@ -203,7 +203,7 @@ def search_each(
 
     # A search makes millions of objects that stay: see ``compiler/collector.py``.
     with only_new_objects():
-        found = subsearches.search(one, options.time_limit_s)
+        found = subsearches.search(one, options.time_limit_s, spent_s)
     if found.audited:
         taken = simplest(found.audited, hardware, options.simpler_within)
         found.simpler = None if taken is found.best else taken

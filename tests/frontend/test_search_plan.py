@@ -3,9 +3,14 @@
 import inspect
 
 import pytest
+import zoo
 from api_jobs import Net, X
 
 import shardwright
+from shardwright.frontend import search_plan
+from shardwright.frontend.search_plan import PlanSearch
+from shardwright.policies.autodist.solver.stopwatch import Stopwatch
+from shardwright.runtime.config import ComputeConfig
 
 CONFIG = {"plan_ngpus": 2, "runtime_ngpus": 2, "pas_config": {"hardware": "cpu"}}
 
@@ -27,3 +32,38 @@ def test_arguments_are_named_alike():
 def test_a_module_or_a_class(given):
     found = shardwright.search_plan(given, {"x": X}, CONFIG)
     assert found.plan.policy == "autodist" and found.dummy_forward_args.keys() == {"x"}
+
+
+def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes four seconds of ten. The first one is of the arguments given, the second of the
+    largest size; then more than half of the time is over.
+    """
+    seconds = [0.0]
+    trace, search_each = search_plan.trace, search_plan.search_each
+    monkeypatch.setattr(
+        search_plan, "Stopwatch", lambda: Stopwatch(lambda: seconds[0], lambda: seconds[0])
+    )
+
+    def slowly(*args, **options):
+        seconds[0] += 4.0
+        return trace(*args, **options)
+
+    def searched(variants, options, hardware, spent_s):
+        assert spent_s == 8.0
+        return search_each(variants, options, hardware, spent_s)
+
+    monkeypatch.setattr(search_plan, "trace", slowly)
+    monkeypatch.setattr(search_plan, "search_each", searched)
+    entry = zoo.get("mlp")
+    options = {"hardware": "cpu", "global_batch": 8, "time_limit_s": 10.0}
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config=options)
+    asked = PlanSearch.of(entry.build(), entry.inputs(), config)
+    found = asked.run()
+    plan = asked.settled(found).plan
+    assert plan.batch is not None and plan.batch.samples == 8
+    assert found.refused == {
+        f"microbatches of {size}": "not searched, as tracing other sizes took 8 s of the limit"
+        for size in (4, 2, 1)
+    }
+    assert plan.certificate is not None
+    assert "the search was ended by the time limit of 10 s" in "\n".join(plan.certificate.proof)

@@ -149,21 +149,27 @@ class Subsearches:
         )
 
     def search(
-        self, one: Callable[[Subsearch, float, float], SearchResult], time_limit_s: float
+        self,
+        one: Callable[[Subsearch, float, float], SearchResult],
+        time_limit_s: float,
+        spent_s: float = 0.0,
     ) -> SearchResult:
         """Run all of them by ``one``, each in its share of the time that is left, and join what
-        they find.
+        they find. ``spent_s``: how much of the limit is over before.
 
         Each audits only what is predicted to be about as good as the best so far. One is not begun
         if less time is left than the quickest so far took.
         """
         # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
-            return one(self.listed[0], time_limit_s, float("inf"))
-        began, total = (
-            time.monotonic(),
-            SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf),
-        )
+            found = one(self.listed[0], max(time_limit_s - spent_s, 0.0), float("inf"))
+            if found.interrupted not in (None, INTERRUPT):
+                found.interrupted = _time_over(time_limit_s, 1)
+            return found
+        began = time.monotonic() - spent_s
+        total = SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf)
+        if any(why.startswith(NOT_SEARCHED) for why in self.refused.values()):
+            total.interrupted = _time_over(time_limit_s, len(self.listed))
         quickest_s, begun = 0.0, list[Subsearch]()
         for index, subsearch in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)

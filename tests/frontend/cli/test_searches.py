@@ -140,7 +140,10 @@ def test_a_machine_that_is_too_small(run) -> None:  # type: ignore[no-untyped-de
 
 def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     ranks = "--plan-ngpus 1 --runtime-ngpus 2 --set use_zero=auto"
-    asked = f"{ranks} --global-batch 8 --microbatch 2,4 --batch-dims x=0,target=0"
+    asked = (
+        f"{ranks} --global-batch 8 --microbatch 2,4 --batch-dims x=0,target=0 --set "
+        "pas_config.simpler_within=0"
+    )
     shown = run(f"plan plan_models:make {asked} --out plan.json --html plan.html")
     assert "one rank, microbatches of 2, ZeRO-3" in shown
     assert (

@@ -426,6 +426,9 @@ def test_the_time_is_shared() -> None:
     assert [worth for _, worth in given] == [float("inf"), 2 * WORTH, WORTH, WORTH]
     assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
     assert found.bounds["2 stages, ZeRO-1"] == 0.8 and found.bound_s == 0.4 and found.tried_mixed
+    given.clear()
+    variants_of(config_of(1, 2)).search(one, 80.0, 40.0)  # half of it is over before
+    assert [limit for limit, _ in given] == pytest.approx([10.0, 40 / 3, 20.0, 40.0], rel=0.05)
     late = variants_of(config_of(1, 2)).search(one, 0.0)
     assert (
         late.best is not None

@@ -69,6 +69,7 @@ class TypedCalls(TorchFunctionMode):
         self.told: Counter[str] = Counter()
         self.by_rule: Counter[str] = Counter()
         self.num_calls = 0
+        self.has_draw = False
 
     @contextmanager
     def on(self, mesh: TypedMesh) -> Iterator[None]:
@@ -91,9 +92,25 @@ class TypedCalls(TorchFunctionMode):
         replace_functions(
             module.random,
             lambda function: (
-                self._following(names[function], function) if function in names else function
+                self._following(names[function], function)
+                if function in names
+                else self._drawing(function)
             ),
         )
+
+    def _drawing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function without a rule that is given a draw. It may set the generator of the process
+        to the seed of that draw, as the one of recurrent layers does.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.has_draw = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.has_draw = False
+
+        return call
 
     def stacked(self, tensors: Sequence[Tensor], dim: int = 0, *, shape: Sequence[int]) -> Tensor:
         """Elements as one tensor. Which axes deal them out is read from the comment."""
@@ -139,7 +156,7 @@ class TypedCalls(TorchFunctionMode):
             return self.compared(handle_torch_function(func, tensors, *args, **kwargs))
         with ProcessDraws() as draws:
             result = self.typed(name, func, args, kwargs)
-        if draws.found:
+        if draws.found and not self.has_draw:
             self.check_drawn(name, result)
         return result
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expert_models import verify_experts
 from museum_models import CASES
 from outside_cases import exhibits, verdict
@@ -155,6 +156,32 @@ def test_what_latent_attention_is_made_of_is_accepted() -> None:
     x = torch.ones(4, 6, 8, dtype=torch.float64)
     report = verification.verify(OneHead().double(), {"x": x}, "data", TWO, outside=True)
     assert report.ok and report.outside is not None and "accepts" in str(report.outside)
+
+
+class Noisy(nn.Module):
+    """Random numbers of many kinds: for pieces and wholes, for channels, in attention, and in a
+    recurrent layer, which draws from the generator of its process, with the seed of its draw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.steps = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.up(x), 0.3)
+        hidden = F.rrelu(hidden, training=True) + torch.rand_like(hidden)
+        heads = hidden.unflatten(-1, (4, 4)).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2)
+        out = self.down(F.dropout2d(heads, 0.3).transpose(1, 2).flatten(2))
+        steps, _ = self.steps(F.gumbel_softmax(out, dim=-1))
+        return F.dropout(steps, 0.2).square().sum()
+
+
+def test_random_numbers_of_right_files_are_accepted() -> None:
+    x = torch.rand(4, 6, 8, dtype=torch.float64)
+    report = verification.verify(Noisy().double(), {"x": x}, "tp", TWO, steps=1, outside=True)
+    assert report.ok and "accepts gencode0.py" in str(report.outside), report
 
 
 def edited(folder: Path, rank: int, before: str, after: str) -> OutsideReport:

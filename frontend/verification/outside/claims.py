@@ -1,4 +1,5 @@
-"""The layouts that a generated file states in its comments, by line.
+"""What a generated file states of its statements, by line: layouts in comments, and what nobody
+reads.
 
     up = F.linear(x_tp_in, self.up.weight)  # [batch, hidden/tp]  my_project.py:9
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Layout
@@ -57,6 +59,52 @@ def _stated(line: str) -> tuple[Layout, ...]:
         return tuple(Layout.parse(text) for text in texts)
     except LoadError:
         return ()
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What an adapter makes along its axes: ``S(1) -> R`` has the ``target`` R."""
+
+    axes: tuple[str, ...]
+    target: str
+
+
+_TRANSITION = re.compile(r"(?:^|\s)# (\w+(?:, \w+)*): [RGPS]\S* -> ([RGP]|S\(\d+\))(?:\s|$)")
+
+
+def transitions_of(source: str) -> dict[int, Transition]:
+    """What the comments of adapters say: ``tp: S(1) -> R``, by line, for all lines of each."""
+    lines = source.splitlines()
+    found: dict[int, Transition] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            last = node.end_lineno or node.lineno
+            if stated := _TRANSITION.search(lines[last - 1]):
+                transition = Transition(tuple(stated[1].split(", ")), stated[2])
+                found |= dict.fromkeys(range(node.lineno, last + 1), transition)
+    return found
+
+
+def unread(source: str) -> dict[int, str]:
+    """The names that nothing reads, by the number of all lines of the statements that make them. Of
+    several results of a statement one that is read is enough.
+    """
+    found: dict[int, str] = {}
+    methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    for method in methods:
+        names = [node for node in ast.walk(method) if isinstance(node, ast.Name)]
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        for node in ast.walk(method):
+            if not isinstance(node, ast.Assign):
+                continue
+            parts = [part for target in node.targets for part in ast.walk(target)]
+            made = [part.id for part in parts if isinstance(part, ast.Name)]
+            # What is written into an object or a tensor is read elsewhere.
+            only_names = all(isinstance(x, ast.Name | ast.Tuple | ast.expr_context) for x in parts)
+            if made and only_names and not read.intersection(made):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found |= dict.fromkeys(lines, made[0])
+    return found
 
 
 def claim_of(claims: Mapping[int, tuple[Layout, ...]], line: int, count: int) -> tuple[Layout, ...]:

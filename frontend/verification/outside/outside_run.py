@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.one_device import loss_of
-from shardwright.frontend.verification.outside.claims import claims_of, received_by
+from shardwright.frontend.verification.outside.claims import received_by
 from shardwright.frontend.verification.outside.spmd_layouts import (
     TypedMesh,
     in_words,
@@ -43,12 +43,13 @@ from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import code_file
+from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.inputs import InputTable, TensorSpec
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pipeline.module import PipelineModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.started import at_once, start
-from shardwright.runtime.structure import flatten
+from shardwright.runtime.structure import flatten, map_leaves
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class TypedRank:
     ``num_calls``: the calls of functions that were typed. ``by_rule``: those of our operators and
     adapters, by name, which follow typing rules of ours. ``told``: those of which ``spmd_types``
     did not know where cut dims go, by name. ``problem``: what it refused, or nothing. ``stopped``:
-    the error that has ended the run before its types were known, or nothing.
+    the error that has ended the run before its types were known, or nothing. ``declarations``: the
+    tensors of its module.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class TypedRank:
     told: Mapping[str, int]
     problem: str = ""
     stopped: str = ""
+    declarations: tuple[Declaration, ...] = ()
 
 
 MEANING = (
@@ -125,11 +128,43 @@ def outside_certificate(
     """
     # Before any of them runs, as how far a run gets would depend on who fails first.
     first, *_ = [load_class(directory, rank) for rank in range(config.plan_ngpus)]
-    found = [
-        _typed_rank(directory, config, samples, training, rank)
-        for rank in _ranks_that_differ(directory, config.plan_ngpus, first)
-    ]
+    found: list[TypedRank] = []
+    held: dict[str, dict[int, Layout]] = {}
+    for rank in _ranks_that_differ(directory, config.plan_ngpus, first):
+        typed = _typed_rank(directory, config, samples, training, rank)
+        if not (typed.problem or typed.stopped) and issubclass(first, PipelineModule):
+            typed = replace(typed, problem=_apart(first, typed, held))
+        found.append(typed)
     return OutsideReport(version("spmd_types"), tuple(found))
+
+
+def _apart(cls: type[PipelineModule], typed: TypedRank, held: dict[str, dict[int, Layout]]) -> str:
+    """What is wrong with a parameter that this rank and one of another stage hold, or nothing.
+
+    Along stages such a parameter is G: each has a summand of its gradient. The class says who adds
+    them: ``shared`` between stages that hold the same pieces, ``owned`` where they hold others.
+    ``held``: by parameter and stage, the layouts on ranks before this one, to which its are added.
+    """
+    for declaration in typed.declarations:
+        if not declaration.requires_grad or declaration.stage is None:
+            continue
+        name, stage, layout = declaration.name, declaration.stage, declaration.layout
+        others = held.setdefault(name, {})
+        for other, its_layout in others.items():
+            if other == stage or {other, stage} <= {*cls.owned.get(name, {})}:
+                continue
+            if not {other, stage} <= {*cls.shared.get(name, ())}:
+                return (
+                    f"stages {other} and {stage} hold {name}, and `shared` does not say so: "
+                    "nobody adds their gradients"
+                )
+            if its_layout != layout:
+                return (
+                    f"stages {other} and {stage} share {name}, and hold it as {its_layout} and "
+                    f"{layout}: their gradients are of other pieces"
+                )
+        others[stage] = layout
+    return ""
 
 
 def _ranks_that_differ(directory: Path, num_ranks: int, first: type[ParallelModule]) -> list[int]:
@@ -194,7 +229,7 @@ def _typed_rank(
                 is_done.set()
 
     def step(rank: int, module: Any) -> None:
-        unit_samples = samples[rank // config.plan_ngpus]
+        unit_samples = [_asking(inputs) for inputs in samples[rank // config.plan_ngpus]]
         if config.use_end2end:
             module.train_step([sample_of(module, inputs) for inputs in unit_samples])
         else:
@@ -212,9 +247,25 @@ def _typed_rank(
     if not runs:  # the run has ended before the typed rank had a module
         return TypedRank(typed, 0, {}, {}, problem, stopped)
     calls = runs[0].calls
-    return TypedRank(
-        typed, calls.num_calls, dict(calls.by_rule), dict(calls.told), problem, stopped
-    )
+    declared = tuple(runs[0].module.declarations)
+    if isinstance(module := runs[0].module, PipelineModule):  # a file of one stage need not name it
+        only, *_ = module.segments
+        declared = tuple(replace(d, stage=only if d.stage is None else d.stage) for d in declared)
+    by_rule, told = dict(calls.by_rule), dict(calls.told)
+    return TypedRank(typed, calls.num_calls, by_rule, told, problem, stopped, declared)
+
+
+def _asking(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's own copy of the inputs of a call, whose gradients are asked for, as any caller may.
+    So whatever is computed from them alone is compared with its gradient, too.
+    """
+
+    def asked(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+
+    return {name: map_leaves(value, asked, name) for name, value in inputs.items()}
 
 
 def _stopped(error: Exception, directory: Path) -> str:
@@ -266,7 +317,7 @@ class _TypedRun:
         namespace = sys.modules[type(module).__module__]
         self.file = str(namespace.__file__)
         source = Path(self.file).read_text(encoding="utf-8")
-        self.calls = TypedCalls(claims_of(source), self.file)
+        self.calls = TypedCalls(source, self.file)
         self.calls.wrap(namespace, module)
         self.received = received_by(source)
         # A stage at a time: each has a mesh of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -16,13 +16,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from shardwright.frontend.verification.outside import typed_operators
-from shardwright.frontend.verification.outside.claims import claim_of
+from shardwright.frontend.verification.outside.claims import (
+    claim_of,
+    claims_of,
+    transitions_of,
+    unread,
+)
 from shardwright.frontend.verification.outside.process_draws import ProcessDraws
 from shardwright.frontend.verification.outside.spmd_layouts import (
+    LETTERS,
     Typed,
     TypedMesh,
     in_words,
     local_types,
+    needs_gradient,
     shard_axes,
     stand_in,
 )
@@ -62,9 +69,10 @@ class TypedCalls(TorchFunctionMode):
     is compared with what was derived.
     """
 
-    def __init__(self, claims: Mapping[int, tuple[Layout, ...]], file: str) -> None:
+    def __init__(self, source: str, file: str) -> None:
         super().__init__()
-        self.claims, self.file = claims, file
+        self.claims, self.file = claims_of(source), file
+        self.transitions, self.unread = transitions_of(source), unread(source)
         self.mesh = TypedMesh(Mesh(), ())
         self.told: Counter[str] = Counter()
         self.by_rule: Counter[str] = Counter()
@@ -153,12 +161,28 @@ class TypedCalls(TorchFunctionMode):
         if name == "apply" and isinstance(getattr(func, "__self__", None), type):
             self.by_rule[func.__self__.__name__.lstrip("_")] += 1
             tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            return self.compared(handle_torch_function(func, tensors, *args, **kwargs))
+            return self.of_adapter(handle_torch_function(func, tensors, *args, **kwargs))
         with ProcessDraws() as draws:
             result = self.typed(name, func, args, kwargs)
         if draws.found and not self.has_draw:
             self.check_drawn(name, result)
         return result
+
+    def of_adapter(self, result: Any) -> Any:
+        """The result of an adapter, whose placement is that of the comment."""
+        stated = self.transitions.get(self.line())
+        if isinstance(result, Tensor) and stated is not None and spmd.has_local_type(result):
+            for axis, letter in local_types(result).items():
+                wanted = LETTERS.get(stated.target)
+                # A piece is compared where it is used: its dim is no letter.
+                if axis not in stated.axes or wanted is None:
+                    continue
+                if not is_same(letter, wanted, result):
+                    raise SpmdTypeError(
+                        f"the comment states {stated.target} over {axis}, and spmd_types derives "
+                        f"{in_words(result)}"
+                    )
+        return self.compared(result)
 
     def typed(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The typed result of a call of torch."""
@@ -272,6 +296,9 @@ class TypedCalls(TorchFunctionMode):
         for x, layout in zip(tensors, layouts, strict=False):
             if isinstance(x, Tensor) and spmd.has_local_type(x):
                 self.compare(x, layout)
+        name = self.unread.get(self.line())
+        if name and any(isinstance(x, Tensor) and needs_gradient(x) for x in tensors):
+            raise SpmdTypeError(f"{name} is computed and has no effect: nothing reads it")
         return result
 
     def compare(self, x: Tensor, layout: Layout) -> None:
@@ -285,8 +312,7 @@ class TypedCalls(TorchFunctionMode):
         for axis, letter in local_types(x).items():
             if axis not in letters or axis in self.mesh.outer or letter is letters[axis]:
                 continue
-            # Without a gradient, I and R are the same: a whole value on every rank.
-            if x.requires_grad or {letter, letters[axis]} != {spmd.I, spmd.R}:
+            if not is_same(letter, letters[axis], x):
                 wrong.append(axis)
         if not same_dims or wrong:
             raise SpmdTypeError(
@@ -299,6 +325,13 @@ class TypedCalls(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         return frame.f_lineno if frame is not None else 0
+
+
+def is_same(letter: Any, wanted: Any, x: Tensor) -> bool:
+    """Whether a tensor's letter is the wanted one. Without a gradient, I and R are the same: a
+    whole value on every rank.
+    """
+    return letter is wanted or (not x.requires_grad and {letter, wanted} == {spmd.I, spmd.R})
 
 
 def untyped(name: str, arguments: Sequence[Any], error: Exception) -> str:

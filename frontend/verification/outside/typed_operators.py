@@ -8,6 +8,7 @@ that cut it and says so (``norm_axes=(tp,)``).
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -550,12 +551,33 @@ def elementwise_loss(
     return of_rows(rows, reduction if count is None else "sum", ())
 
 
+def check_count(x: Typed, dims: Iterable[int], count: int) -> None:
+    """Refuse a mean over ``count`` elements, if all ranks together cannot hold so many.
+
+    What is cut has at least two elements, and ranks hold as many or one less. So of n elements on k
+    ranks one holds at most n / 1.5 (2 of 3 on two ranks), and if any at least n / (2 k - 1).
+    """
+    sizes = {name: axis.size() for name, axis in (spmd.current_mesh_names() or {}).items()}
+    shape, cut = shape_of(x), shard_axes(x)
+    dims = list(dims)
+    held = math.prod(shape[dim] for dim in dims)
+    ranks = [math.prod(sizes[axis] for axis in cut[dim]) for dim in dims if cut[dim]]
+    least, most = held * 1.5 ** len(ranks), held * math.prod(2 * k - 1 for k in ranks)
+    if held and not least <= count <= most:
+        raise SpmdTypeError(
+            f"a mean is taken over {count} elements, and a rank alone holds {held} of those that "
+            f"{math.prod(ranks)} ranks have"
+        )
+
+
 @rule("mean")
 def mean(
     *, input: Typed, dim: Any = None, keepdim: bool = False, count: int | None = None
 ) -> Typed:
     if count is None:
         check_whole(input, dims_of(input, dim), "what a mean is taken of")
+    else:
+        check_count(input, dims_of(input, dim), count)
     return reduced(input, dims_of(input, dim), keepdim)
 
 

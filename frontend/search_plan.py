@@ -53,7 +53,7 @@ from shardwright.runtime.errors import ConfigError
 @dataclass(frozen=True)
 class PlanSearch:
     """What is searched, for the model as it was traced: a graph for every size of a microbatch.
-    ``traced_s``: the seconds that tracing took, which are a part of the limit.
+    ``spent_s``: the seconds of the limit that were over when all was traced.
     """
 
     variants: Subsearches
@@ -61,7 +61,7 @@ class PlanSearch:
     options: AutodistOptions
     hardware: Hardware
     dummy_args: Mapping[str, Any]
-    traced_s: float = 0.0
+    spent_s: float = 0.0
 
     @classmethod
     def of(
@@ -71,8 +71,10 @@ class PlanSearch:
         config: ComputeConfig,
         *,
         module_dtype: torch.dtype | None = None,
+        spent_s: float = 0.0,
     ) -> PlanSearch:
-        """Trace the module for what the options in ``config.pas_config`` ask for.
+        """Trace the module for what the options in ``config.pas_config`` ask for. ``spent_s``: the
+        seconds of the limit that are over already, as for importing torch and making the module.
 
         Raises what tracing raises, and :class:`ConfigError` for options that contradict each other,
         the config or the model.
@@ -92,7 +94,7 @@ class PlanSearch:
             shapes = {path: tuple(x.shape) for path, x in leaves if isinstance(x, torch.Tensor)}
             check_can_be_told(shapes, options.batch_dims, config)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
-        watch = Stopwatch()
+        watch = Stopwatch(since_s=spent_s)
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
         with activity("tracing"), in_dtype(module, module_dtype):
             tracer = _Tracer(module, dummy_args, config, options, watch)
@@ -106,7 +108,7 @@ class PlanSearch:
     def run(self) -> SearchResult:
         """Search, in what tracing has left of the limit."""
         with activity("searching"):
-            return search_each(self.variants, self.options, self.hardware, self.traced_s)
+            return search_each(self.variants, self.options, self.hardware, self.spent_s)
 
     def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
@@ -178,12 +180,12 @@ def search_plan(
         TraceError: the model cannot be traced.
         PlanError: nothing fits, or constraints name what the model does not have.
     """
+    watch = Stopwatch()
+    module = ModuleSource.of(module_or_module_class, module_fn).make()
     asked = PlanSearch.of(
-        ModuleSource.of(module_or_module_class, module_fn).make(),
-        dummy_forward_args,
-        ComputeConfig.of(compute_config),
-        module_dtype=module_dtype,
-    )
+        module, dummy_forward_args, ComputeConfig.of(compute_config),
+        module_dtype=module_dtype, spent_s=watch.wall_s,
+    )  # fmt: skip
     found = asked.settled(asked.run())
     save(asked.options, found.plan)
     return found
@@ -265,7 +267,8 @@ class _Tracer:
             is_late = took_s > TRACING_SHARE * options.time_limit_s
             if size not in self.traced and is_late and self.traced:
                 left_out[f"microbatches of {size}"] = (
-                    f"{NOT_SEARCHED}, as tracing other sizes took {took_s:.0f} s of the limit"
+                    f"{NOT_SEARCHED}, as {took_s:.0f} s of the limit were over when other sizes "
+                    "had been traced"
                 )
                 continue
             if size not in self.traced:

@@ -13,6 +13,7 @@ import os
 import pkgutil
 import select
 import sys
+import time
 from collections.abc import Sequence
 
 from shardwright.frontend.cli.commands import BROKEN_PIPE, INTERRUPTED, parse
@@ -28,9 +29,11 @@ SECONDS_BETWEEN_LINES = 20.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    began = time.monotonic()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options is None:
         return 2
+    options.began = began  # before torch is imported: limits of time count from here
     # Errors of ours are shown as they are; others ask for a report.
     try:
         with _progress():

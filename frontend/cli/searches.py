@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -102,9 +103,11 @@ def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
             ),
         },
     )
+    module = request.source.make()
     asked = PlanSearch.of(
-        request.source.make(), request.dummy_args, config, module_dtype=read_dtype(options.dtype)
-    )
+        module, request.dummy_args, config,
+        module_dtype=read_dtype(options.dtype), spent_s=time.monotonic() - options.began,
+    )  # fmt: skip
     said = asked.options.num_microbatches or asked.options.update_freq
     return asked, request.sources(asked.hardware.name, said)
 

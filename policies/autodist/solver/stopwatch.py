@@ -18,14 +18,18 @@ where the process gets less.
 
 class Stopwatch:
     """The seconds since it was made. ``wall``, ``cpu``: the clocks, those of the machine and of the
-    process if none are given.
+    process if none are given. ``since_s``: the wall's seconds that were over before.
     """
 
     def __init__(
-        self, wall: Callable[[], float] | None = None, cpu: Callable[[], float] | None = None
+        self,
+        wall: Callable[[], float] | None = None,
+        cpu: Callable[[], float] | None = None,
+        *,
+        since_s: float = 0.0,
     ) -> None:
         self._wall, self._cpu = wall or time.monotonic, cpu or time.process_time
-        self._began_wall, self._began_cpu = self._wall(), self._cpu()
+        self._began_wall, self._began_cpu = self._wall() - since_s, self._cpu()
 
     @property
     def wall_s(self) -> float:

@@ -5,8 +5,10 @@ why.
 from __future__ import annotations
 
 import json
+import time
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -84,6 +86,18 @@ def test_simulate_has_the_limit_of_the_policy(run, tmp_path: Path) -> None:  # t
     assert "limit, 2 GB" in (tmp_path / "simulated.html").read_text()
     run(f"{request} tp --hardware h100")
     assert "limit, 3 GB" not in (tmp_path / "simulated.html").read_text()
+
+
+def test_the_limit_counts_from_the_start_of_the_command(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing torch has taken all of it. There is a plan all the same."""
+    earlier = SimpleNamespace(monotonic=lambda: time.monotonic() - 100.0)
+    monkeypatch.setattr("shardwright.frontend.cli.main.time", earlier)
+    asked = "plan plan_models:make --plan-ngpus 2 --hardware h100 --set pas_config.time_limit_s="
+    ended = "the search was ended by the time limit of 60 s"
+    assert "per step on h100" in (shown := run(f"{asked}60")) and ended in shown
+    assert "the search was ended" not in run(f"{asked}600")
 
 
 def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]

@@ -6,11 +6,12 @@
 
 A model is trained on two CPU ranks with gloo: a GPT with tensor parallelism, or layers of experts
 and shared experts with the experts on both ranks (``--model experts``), or the GPT with ZeRO-3
-(``--model zero3``; what is compared there is to gather no weight ahead). Every message of the ranks
-arrives ``--delay-ms`` after it was sent, at the earliest (see ``late_messages.py``). The same plan
-runs with and without ``overlap_communication``, in turn. A pair of steps counts if other processes
-took no more of the cores meanwhile than ``--elsewhere``. At most three times ``--pairs`` are run;
-lines on stderr tell of what comes before, how long all pairs may take, and of each pair. Printed:
+(``--model zero3``; what is compared there is to gather no weight ahead), also with its layers
+computed again in backward (``zero3-again``). Every message of the ranks arrives ``--delay-ms``
+after it was sent, at the earliest (see ``late_messages.py``). The same plan runs with and without
+``overlap_communication``, in turn. A pair of steps counts if other processes took no more of the
+cores meanwhile than ``--elsewhere``. At most three times ``--pairs`` are run; lines on stderr tell
+of what comes before, how long all pairs may take, and of each pair. Printed:
 
 - what a message takes without overlap, and how much of that is CPU time of its rank: gloo's threads
   and the system copy and add. In the rest of it the rank is idle;
@@ -62,14 +63,14 @@ from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.frontend.calibrate.calibrate import calibrate
 from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.policies.known_policies import find_policy
+from shardwright.runtime import gathered_weights
 from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.gathered_weights import WeightGathering, _Use
 
 NUM_RANKS = 2
 BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 8, 128, 2048
 HIDDEN, SHARED, INNER, EXPERTS = 384, 768, 192, 8
-POLICIES = {"gpt": "tp", "experts": "ep", "zero3": "data"}
+POLICIES = {"gpt": "tp", "experts": "ep", "zero3": "data", "zero3-again": "data"}
 
 WARM_UP = 3
 """Pairs before the first one that counts."""
@@ -138,8 +139,11 @@ def make_batch(name: str) -> dict[str, Tensor]:
 
 def config_of(name: str, *, overlaps: bool) -> shardwright.ComputeConfig:
     """The config with or without overlap. ZeRO-3 gathers ahead with any."""
-    if name == "zero3":
-        return shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=NUM_RANKS, use_zero=3)
+    if name.startswith("zero3"):
+        options = {"recompute": ("blocks.*",)} if name == "zero3-again" else {}
+        return shardwright.ComputeConfig(
+            plan_ngpus=1, runtime_ngpus=NUM_RANKS, use_zero=3, pas_config=options
+        )
     return shardwright.ComputeConfig(
         plan_ngpus=NUM_RANKS, runtime_ngpus=NUM_RANKS, overlap_communication=overlaps
     )
@@ -259,18 +263,19 @@ def none_counts(taken: list[float], most: float) -> str:
 @contextmanager
 def nothing_ahead() -> Iterator[None]:
     """Inside of the block weights in pieces are gathered when they are used, none ahead of time."""
-    ahead = WeightGathering._moved_ahead, _Use._start_next
+    move, start_next = gathered_weights._Run.move, gathered_weights._start_next
 
-    def moved(gathering: WeightGathering, batch: Any) -> Any:
-        gathering._expected = []
-        return ahead[0](gathering, batch)
+    def moved(run: gathered_weights._Run, batch: Any) -> Any:
+        run._expected = []
+        return move(run, batch)
 
-    WeightGathering._moved_ahead = moved  # type: ignore[method-assign]
-    _Use._start_next = lambda use: None  # type: ignore[method-assign]
+    gathered_weights._Run.move = moved  # type: ignore[method-assign]
+    gathered_weights._start_next = lambda after: None
     try:
         yield
     finally:
-        WeightGathering._moved_ahead, _Use._start_next = ahead  # type: ignore[method-assign]
+        gathered_weights._Run.move = move  # type: ignore[method-assign]
+        gathered_weights._start_next = start_next
 
 
 @dataclass

@@ -23,7 +23,9 @@ forward the next one is what followed in the forward before; in backward it is t
 gathered before this one. Both are the same on all ranks that share a weight, so their collectives
 come in one order.
 
-In a recompute region nothing is saved at all, and its gathers run again with it.
+A **recompute region** saves nothing, and its gathers run again with it: in the order of its first
+run, each begun while the weight before it is used. Its first weight is begun by what backward does
+before, and its last one begins what backward gathers after the region.
 """
 
 from __future__ import annotations
@@ -102,6 +104,30 @@ class _Wholes(Protocol):
     def wait(self) -> list[Tensor]: ...
 
 
+class _Gathers(Protocol):
+    """What a backward gathers: what operators have kept of one gather, or what a region does. They
+    are a chain: ``earlier`` is what came before in the forward.
+    """
+
+    earlier: _Gathers | None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether backward will still ask for any of it."""
+
+    def start(self) -> None:
+        """Begin with it."""
+
+
+def _start_next(after: _Gathers) -> None:
+    """Begin with what backward will need after this."""
+    gathers = after.earlier
+    while gathers is not None and not gathers.is_needed:
+        gathers = gathers.earlier
+    if gathers is not None:
+        gathers.start()
+
+
 @dataclass(frozen=True, slots=True)
 class _OneWhole:
     gathering: Gathering
@@ -115,8 +141,8 @@ class _Use:
     them, and how it is gathered. ``grad_dtypes``: in which their gradients are summed.
     ``steps``: what follows to make the whole, of a weight that is gathered along several axes.
 
-    ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed
-    that need each weight. ``is_kept``: operators save the whole.
+    ``num_saved``: how many tensors are packed that need each weight. ``is_kept``: operators save
+    the whole.
     """
 
     def __init__(
@@ -124,7 +150,7 @@ class _Use:
         batch: _Batch,
         grad_dtypes: tuple[torch.dtype, ...],
         steps: tuple[_Step, ...],
-        earlier: _Use | None,
+        earlier: _Gathers | None,
         is_kept: bool = False,
     ) -> None:
         self.is_kept = is_kept
@@ -150,7 +176,7 @@ class _Use:
         if self._started is not None or (self._wholes and member is None):
             return
         if self.batch.versions() != self._versions:
-            self._refuse()
+            _refuse_changed(self.batch)
         # Of a group, only what autograd has saved: a weight whose gradient nobody wants stays out.
         needed = tuple(i for i, count in enumerate(self.num_saved) if count > 0)
         needed = needed if member is None or member in needed else (member,)
@@ -165,7 +191,7 @@ class _Use:
         if member not in self._wholes:
             self.start(member)
         # The next weights are on their way while these are used.
-        self._start_next()
+        _start_next(self)
         while member not in self._wholes:
             self._arrive()
             if member not in self._wholes:
@@ -187,22 +213,98 @@ class _Use:
                 wholes = [step.start(whole, "backward").wait() for whole in wholes]
         self._wholes |= dict(zip(members, wholes, strict=True))
 
-    def _start_next(self) -> None:
-        """Begin with the weights that backward will need after these."""
-        use = self.earlier
-        while use is not None and not use.is_needed:
-            use = use.earlier
-        if use is not None:
-            use.start()
 
-    def _refuse(self) -> None:
-        shapes = " and ".join(str(list(piece.shape)) for piece in self.batch.pieces)
-        raise UsageError(
-            "a parameter was changed between forward and backward",
-            why=f"the backward gathers it again, a piece of shape {shapes}, "
-            "and must find it as it was",
-            hint="run backward before optimizer.step() or anything else that writes to parameters",
-        )
+class _Ahead(NamedTuple):
+    """A gather that was begun before it is asked for."""
+
+    batch: _Batch
+    versions: tuple[int, ...]
+    started: _Wholes
+
+    @classmethod
+    def of(cls, batch: _Batch) -> _Ahead:
+        return cls(batch, batch.versions(), batch.start("forward"))
+
+
+class _Run:
+    """A forward, or the second run of a region: it gathers what is ``expected`` in that order,
+    each weight ahead of time. ``ahead``: the first one, if it was begun before. ``then``: begins
+    what comes after the last one.
+
+    ``seen``: what it has gathered so far. ``latest``: the end of the chain that backward goes back.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[_Batch],
+        ahead: _Ahead | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.seen: list[_Batch] = []
+        self.latest: _Gathers | None = None
+        self._expected, self._ahead, self._then = expected, ahead, then
+
+    def move(self, batch: _Batch) -> list[Tensor]:
+        """The wholes of a batch; the next one is sent for."""
+        position = len(self.seen)
+        self.seen.append(batch)
+        ahead, self._ahead = self._ahead, None
+        # The weights that were expected: their gathering is under way.
+        if ahead is not None and ahead.batch.is_of(batch) and ahead.versions == batch.versions():
+            started = ahead.started
+        else:
+            if ahead is not None:
+                ahead.started.wait()
+            started = batch.start("forward")
+        # Begin with the next ones now.
+        if position + 1 < len(self._expected):
+            self._ahead = _Ahead.of(self._expected[position + 1])
+        elif position + 1 == len(self._expected):
+            self._then()
+        return started.wait()
+
+    def finish(self) -> None:
+        """Wait for a gather that was begun and that this run had no use for."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.started.wait()
+        if len(self.seen) < len(self._expected):
+            self._then()
+
+
+class _Region:
+    """A part of a forward that backward runs again, and its gathers with it.
+
+    ``batches``: what it gathers. ``is_needed``: backward will come to it.
+    """
+
+    def __init__(self, batches: Sequence[_Batch], earlier: _Gathers | None) -> None:
+        self.earlier, self.is_needed = earlier, False
+        self.batches = batches
+        self._versions = [batch.versions() for batch in batches]
+        self._ahead: _Ahead | None = None
+
+    def start(self) -> None:
+        """Begin with its first weights."""
+        if self._ahead is None:
+            if self.batches[0].versions() != self._versions[0]:
+                _refuse_changed(self.batches[0])
+            with concerning(partial(_gathering, self.batches[0].pieces, "backward")):
+                self._ahead = _Ahead.of(self.batches[0])
+
+    def second_run(self) -> _Run:
+        """The run that a backward makes."""
+        ahead, self._ahead, self.is_needed = self._ahead, None, False
+        return _Run(self.batches, ahead, partial(_start_next, self))
+
+
+def _refuse_changed(batch: _Batch) -> None:
+    shapes = " and ".join(str(list(piece.shape)) for piece in batch.pieces)
+    raise UsageError(
+        "a parameter was changed between forward and backward",
+        why=f"the backward gathers it again, a piece of shape {shapes}, and must find it as it was",
+        hint="run backward before optimizer.step() or anything else that writes to parameters",
+    )
 
 
 class _Handle(NamedTuple):
@@ -224,14 +326,6 @@ class _Kept(NamedTuple):
     version: int
 
 
-class _Ahead(NamedTuple):
-    """A gather that was begun before it is asked for."""
-
-    batch: _Batch
-    versions: tuple[int, ...]
-    started: _Wholes
-
-
 class WeightGathering:
     """Gathers the weights of one module."""
 
@@ -242,11 +336,7 @@ class WeightGathering:
         self._orders: dict[
             Hashable, list[_Batch]
         ] = {}  # what each kind of forward gathered last time
-        self._expected: list[_Batch] = []
-        self._seen: list[_Batch] = []
-        self._ahead: _Ahead | None = None
-        self._latest: _Use | None = None
-        self._is_forward = False
+        self._run: _Run | None = None  # the forward or second run that goes on now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGathering:
         """A fresh one for a copy of the module: what is whole or on its way belongs to the
@@ -259,12 +349,7 @@ class WeightGathering:
         """Around a forward. ``kind`` tells those apart that gather different weights, or in another
         order.
         """
-        self._expected, self._seen, self._latest, self._is_forward = (
-            self._orders.get(kind, []),
-            [],
-            None,
-            True,
-        )
+        self._run = run = _Run(self._orders.get(kind, []))
         hooks: AbstractContextManager[Any] = nullcontext()
         # Autograd would keep whole weights until backward. The hooks let it keep a note instead,
         # and the weight is gathered again when backward asks for it.
@@ -274,11 +359,43 @@ class WeightGathering:
             with hooks:
                 yield
             # Only a forward that got through says in which order weights are used.
-            self._orders[kind] = self._seen
-            self._forget_ahead()
+            self._orders[kind] = run.seen
+            run.finish()
         finally:
-            self._ahead, self._latest, self._is_forward = None, None, False
+            self._run = None
             self._forget_freed()
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, a part of a forward that runs once in it and once more in a backward."""
+        region: _Region | None = None
+        weights: dict[int, torch.nn.Parameter] = {}
+
+        def run(*args: Any) -> Any:
+            nonlocal region
+            if region is not None:
+                # Torch hands on aliases of the arguments, which nobody would know as weights.
+                known = [weights.get(number, x) for number, x in enumerate(args)]
+                return self._run_again(region, function, known)
+            outer = self._run
+            if outer is None:
+                return function(*args)
+            start, earlier = len(outer.seen), outer.latest
+            weights.update((n, x) for n, x in enumerate(args) if isinstance(x, torch.nn.Parameter))
+            result = function(*args)
+            region = outer.latest = _Region(outer.seen[start:], earlier)
+            region.is_needed = bool(region.batches) and _takes_gradient(result)
+            return result
+
+        return run
+
+    def _run_again(self, region: _Region, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        outer, self._run = self._run, region.second_run()
+        try:
+            return function(*args)
+        finally:
+            # Torch ends a second run by an exception, once all is there that backward needs.
+            self._run.finish()
+            self._run = outer
 
     def gathered(
         self,
@@ -348,10 +465,11 @@ class WeightGathering:
         is_kept: bool,
     ) -> None:
         """Remember that these storages are gathered weights, whoever looks at them."""
-        earlier = self._latest if self._is_forward else None
+        run = self._run
+        earlier = None if run is None else run.latest
         use = _Use(batch, grad_dtypes, steps, earlier, is_kept)
-        if self._is_forward and not is_kept:
-            self._latest = use
+        if run is not None and not is_kept:
+            run.latest = use
         self._forget_freed()
         for member, whole in enumerate(wholes):
             assert whole.is_contiguous() and whole.storage_offset() == 0, (
@@ -372,29 +490,7 @@ class WeightGathering:
         for.
         """
         with concerning(partial(_gathering, batch.pieces, "forward")):
-            return self._moved_ahead(batch) if self._is_forward else _move_now(batch)
-
-    def _moved_ahead(self, batch: _Batch) -> list[Tensor]:
-        position = len(self._seen)
-        self._seen.append(batch)
-        ahead, self._ahead = self._ahead, None
-        # The weights that were expected: their gathering is under way.
-        if ahead is not None and ahead.batch.is_of(batch) and ahead.versions == batch.versions():
-            started = ahead.started
-        else:
-            if ahead is not None:
-                ahead.started.wait()
-            started = batch.start("forward")
-        # Begin with the next ones now.
-        if position + 1 < len(self._expected):
-            following = self._expected[position + 1]
-            self._ahead = _Ahead(following, following.versions(), following.start("forward"))
-        return started.wait()
-
-    def _forget_ahead(self) -> None:
-        """Finish a gather that this forward had no use for."""
-        if self._ahead is not None:
-            self._ahead.started.wait()
+            return _move_now(batch) if self._run is None else self._run.move(batch)
 
     def _use_of(self, x: Tensor) -> tuple[_Use, int] | None:
         """The use that ``x`` is a weight of, or a view of one, and which of its weights."""
@@ -439,6 +535,12 @@ def _gathering(pieces: Sequence[Tensor], phase: Phase) -> str:
         if names
         else f"gathering a weight for {phase}"
     )
+
+
+def _takes_gradient(result: Any) -> bool:
+    """Whether a backward may come to a region with this result: a tensor, or several."""
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _move_now(batch: _Batch) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.ops.random import RngState
 
 
@@ -33,14 +34,22 @@ def num_recomputed() -> int:
 
 # A graph cannot hold the random state of the second run, so a region lies between two graphs.
 @_disable_dynamo
-def recompute(function: Callable[..., Any], *args: Any, rng: RngState | None = None) -> Any:
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    rng: RngState | None = None,
+    gathering: WeightGathering | None = None,
+) -> Any:
     """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes
     the rest a second time.
 
     With ``rng`` the second time draws the random numbers of the first: those of its step and
-    microbatch, however many forwards have begun in between. Without, nothing is drawn.
+    microbatch, however many forwards have begun in between. Without, nothing is drawn. With
+    ``gathering`` the second time gathers its weights ahead.
     """
     _calls.count += 1
+    if gathering is not None:
+        function = gathering.region(function)
     if rng is None:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     moment = rng.moment

@@ -419,7 +419,12 @@ class ParallelModule(DeclaredModule):
         """``function(*args)``, computed again in the backward: see
         :func:`shardwright.runtime.recompute.recompute`.
         """
-        return recompute(function, *args, rng=self.rng if self.random else None)
+        return recompute(
+            function,
+            *args,
+            rng=self.rng if self.random else None,
+            gathering=self._gathering if self.gathers_weights else None,
+        )
 
     def in_pieces(self, *args: Any) -> Any:
         """A part of the program in pieces, one after the other: see

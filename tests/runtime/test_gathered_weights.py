@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,29 +286,148 @@ def test_frozen_weights_are_gathered_again_and_not_reduced() -> None:
     run_ranks(2, rank)
 
 
-def test_recomputed_regions_gather_within(alive: dict[int, Alive]) -> None:
-    expected = reference(4)
+def test_recomputed_regions_gather_ahead(
+    alive: dict[int, Alive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two regions of two weights each, one weight before them and one behind. Backward begins each
+    weight while the one before it is used, also from region to region, into them and out of them.
+    """
+    expected = reference(6)
+    events: dict[int, list[str]] = {0: [], 1: []}
+    names: dict[int, str] = {}
+    start = gathered_weights.start_gather
+
+    def noted(x: Tensor, *args: Any) -> Any:
+        events[current_world().rank].append(f"begin {names[x.data_ptr()]}")
+        return start(x, *args)
+
+    monkeypatch.setattr(gathered_weights, "start_gather", noted)
 
     def rank(index: int) -> None:
-        sharded = Sharded(wholes(4))
+        sharded = Sharded(wholes(6))
+        axis = sharded.ranks.axis("dp")
+        names.update((piece.data_ptr(), f"{n}") for n, piece in enumerate(sharded.pieces))
 
-        def layer(x: Tensor, number: int) -> Tensor:
-            return torch.tanh(F.linear(x, sharded.weight(number)))
+        def layer(x: Tensor, *pieces: Tensor) -> Tensor:
+            for piece in pieces:
+                whole = sharded.gathering.gathered(piece, axis, 0)
+                events[index].append(f"use {names[piece.data_ptr()]}")
+                x = torch.tanh(F.linear(x, whole))
+            return x
 
         for _ in range(2):
             for parameter in sharded.pieces:
                 parameter.grad = None
             with count_communication() as volume:
                 with sharded.gathering.forward("train"):
-                    x = batch(index).requires_grad_()
-                    for number in range(4):
-                        x = recompute(layer, x, number)
-                    loss = x.square().sum()
-                assert alive[index].now == 0
+                    x = layer(batch(index).requires_grad_(), sharded.pieces[0])
+                    for first in (1, 3):
+                        pieces = sharded.pieces[first : first + 2]
+                        x = recompute(layer, x, *pieces, gathering=sharded.gathering)
+                    loss = layer(x, sharded.pieces[5]).square().sum()
+                assert alive[index].now == 0 and alive[index].peak <= 3
+                events[index].clear()
                 loss.backward()
-            assert alive[index].now == 0 and alive[index].peak <= 2
+            # Both weights of a region are held until its backward; the next one is on its way.
+            assert alive[index].now == 0 and alive[index].peak == 3
             assert_gradients(sharded, expected)
-            assert volume.calls("all_gather") == 8 and volume.calls("reduce_scatter") == 4
+            assert volume.calls("all_gather") == 12 and volume.calls("reduce_scatter") == 6
+            assert events[index] == (
+                ["begin 5", "begin 3"]
+                + ["begin 4", "use 3", "begin 1", "use 4"]
+                + ["begin 2", "use 1", "begin 0", "use 2"]
+            )
+
+    run_ranks(2, rank)
+
+
+def test_a_second_run_that_stops_early_leaves_nothing_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A region has two weights, and backward needs nothing of what is behind the first: there its
+    second run ends. The second weight is waited for, and the weight before the region is begun.
+    """
+    events: dict[int, list[str]] = {0: [], 1: []}
+    names: dict[int, str] = {}
+    start = gathered_weights.start_gather
+
+    def noted(x: Tensor, *args: Any) -> Any:
+        rank, name, started = current_world().rank, names[x.data_ptr()], start(x, *args)
+        events[rank].append(f"begin {name}")
+
+        def wait() -> Tensor:
+            events[rank].append(f"wait {name}")
+            return started.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(gathered_weights, "start_gather", noted)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(4))
+        names.update((piece.data_ptr(), f"{n}") for n, piece in enumerate(sharded.pieces))
+
+        def layer(x: Tensor, number: int) -> Tensor:
+            return torch.tanh(F.linear(x, sharded.weight(number)))
+
+        for _ in range(2):
+            with sharded.gathering.forward("train"):
+                x = layer(batch(index).requires_grad_(), 0)
+                x.register_hook(lambda grad: events[index].append("gradient of 0"))
+                x = recompute(
+                    lambda x: layer(x, 1) + sharded.weight(2)[:BATCH],
+                    x,
+                    gathering=sharded.gathering,
+                )
+                loss = layer(x, 3).sum()
+            events[index].clear()
+            loss.backward()
+            assert events[index] == (
+                ["begin 3", "begin 1", "wait 3", "begin 2", "wait 1", "wait 2"]
+                + ["begin 0", "gradient of 0", "wait 0"]
+            )
+
+    run_ranks(2, rank)
+
+
+def test_regions_that_no_backward_comes_to_are_not_gathered() -> None:
+    """The first of two regions takes no gradient: the second one's second run begins nothing."""
+
+    def rank(index: int) -> None:
+        frozen, trained = Sharded(wholes(1), trained=False), Sharded(wholes(1))
+        trained.gathering = frozen.gathering
+        with count_communication() as volume:
+            with frozen.gathering.forward("train"):
+                x = batch(index)
+                for sharded in (frozen, trained):
+                    x = recompute(
+                        lambda x, s: torch.tanh(F.linear(x, s.weight(0))),
+                        x,
+                        sharded,
+                        gathering=sharded.gathering,
+                    )
+            x.sum().backward()
+        assert volume.calls("all_gather") == 3
+
+    run_ranks(2, rank)
+
+
+def test_a_region_refuses_a_parameter_that_was_changed() -> None:
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(2))
+        with sharded.gathering.forward("train"):
+            x = batch(index).requires_grad_()
+            for number in range(2):
+                x = recompute(
+                    lambda x, n: torch.tanh(F.linear(x, sharded.weight(n))),
+                    x,
+                    number,
+                    gathering=sharded.gathering,
+                )
+        with torch.no_grad():
+            sharded.pieces[0].mul_(2.0)
+        with pytest.raises(UsageError, match="changed between forward and backward"):
+            x.sum().backward()
 
     run_ranks(2, rank)
 

@@ -14,8 +14,9 @@ storages. A storage lives while something holds it:
 - A **recompute region** holds its arguments. The first of its operators that needs a saved tensor
   in backward computes the region again.
 - A **gathered weight** (ZeRO-3) is there from its gathering to its last use in the method, and
-  again while the backward of its operator runs. The next weight is on its way meanwhile. Weights
-  that come in one collective come again in one: each is there until its own operator has had it.
+  again while the backward of its operator runs. The next weight is on its way meanwhile, also in
+  regions that run again. Weights that come in one collective come again in one: each is there until
+  its own operator has had it.
 
 What an instruction makes, keeps and needs while it runs is its footprint (``footprint.py``).
 
@@ -173,6 +174,7 @@ class BodyMemory:
         under_way: list[tuple[int, int]] = []  # what messages hold, and until which position
         for position, instruction in enumerate(instructions):
             # In a region autograd saves nothing: backward runs the region again for that.
+            self._gathered.pass_by(instruction, region)
             node = self._run(instruction, bound, keeps=region is None)
             if not isinstance(instruction, Loop) and instruction.meanwhile:
                 until = position + instruction.meanwhile
@@ -184,6 +186,7 @@ class BodyMemory:
                 self.nodes.append(node)
                 if region is not None:
                     self.regions[region].nodes.append(node)
+                    self._gathered.comes_to(region)
             self._gathered.drop((over or {}).get(position, ()))
         return bound
 
@@ -203,14 +206,11 @@ class BodyMemory:
         if not found.exact:
             self.inexact.add(_name(instruction))
         held_shortly = isinstance(instruction, Adapt) and instruction.gathers_again
-        self._gathered.pass_by(instruction, again=again)
         self._temporary_bytes = max(0, found.peak - sum(found.made))
         joined = self._gathered.joining_bytes(instruction)
-        # While a weight is used, the next one is being gathered, on the way forward only.
-        self.ledger.use(
-            found.peak + joined + (0 if again else self._gathered.next_bytes()),
-            _name(instruction),
-        )
+        # While a weight is used, the next one is being gathered.
+        ahead = self._gathered.under_way_bytes() if again else self._gathered.next_bytes()
+        self.ledger.use(found.peak + joined + ahead, _name(instruction))
         # The footprint numbers storages: those of operands first, then those that it makes. This
         # list has the ledger's number of each.
         numbers = [local.storage for local in operands] + [
@@ -267,7 +267,7 @@ class BodyMemory:
                 kept.append(node)
                 continue
             if node.region is not None and not self.regions[node.region].recomputed:
-                self._recompute(self.regions[node.region])
+                self._recompute(node.region)
             if not self._beside.isdisjoint(node.operand_names):
                 self._leave(node, incoming, gradients, remaining)
             elif isinstance(node.instruction, Adapt) and node.instruction.beside:
@@ -376,11 +376,12 @@ class BodyMemory:
         if not found.exact:
             self.inexact.add(f"backward of {name}")
         self._gathered.come_again(node.gathered)
-        # Beside what the operator itself needs: the weight that its predecessor in the forward
-        # needs next, and what summing a gradient takes.
-        ahead = self._gathered.previous_bytes() if node.gathered else 0
+        # Beside what the operator itself needs: what is on its way, and what summing a gradient
+        # takes.
         piece = node.operands[0].form
-        extra = ahead + self._gathered.summing_bytes(node.instruction, piece)
+        extra = self._gathered.under_way_bytes() + self._gathered.summing_bytes(
+            node.instruction, piece
+        )
         self.ledger.use(found.peak + extra, f"backward of {name}")
         made = [self.ledger.new(size, TEMPORARY) for size in found.made]
         numbers = [g[1] if g is not None else -1 for g in incoming] + made
@@ -433,10 +434,11 @@ class BodyMemory:
                         counts[name] = counts.get(name, 0) + 1
         return counts
 
-    def _recompute(self, region: _Region) -> None:
-        """Run a region again and hold what autograd saves in it. The run stops at the last
-        instruction that saves anything, as torch's checkpoint does with early stop.
+    def _recompute(self, number: int) -> None:
+        """Run the region of this index again and hold what autograd saves in it. The run stops at
+        the last instruction that saves anything, as torch's checkpoint does with early stop.
         """
+        region = self.regions[number]
         region.recomputed = True
         # The nodes of the first run, without saved tensors, get those of this run.
         by_instruction = {id(node.instruction): node for node in region.nodes}
@@ -444,6 +446,7 @@ class BodyMemory:
         last = max((i for i, found in enumerate(forwards) if found.saved), default=-1)
         bound: list[int] = []
         for position, instruction in enumerate(region.instructions[: last + 1]):
+            self._gathered.run_again(instruction, number)
             # ``again``: results are there already, only what autograd saves is new.
             node = self._run(instruction, bound, keeps=True, again=True)
             if node is not None:
@@ -451,6 +454,7 @@ class BodyMemory:
                 known.saved, known.operands, known.gathered = node.saved, node.operands, ()
             self._gathered.drop(region.over.get(position, ()))
         self.release(bound)
+        self._gathered.has_run(number)
         # Weights that were gathered for the first run alone.
         self._gathered.drop_all()
 

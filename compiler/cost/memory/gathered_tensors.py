@@ -2,7 +2,8 @@
 
 Such a tensor is there from its gathering to its last use in the forward. Autograd does not keep it:
 it comes once more for the backward of each operator that read it. While one is used, the next one
-is on its way. Those that come in one collective come again in one.
+is on its way. Those that come in one collective come again in one. A recompute region that runs
+again gathers in the order of its forward, and its last gather begins what backward needs next.
 
 Example: two weights of 8 bytes, each used by one operator. While the first is used there are 16
 bytes, as the second is on its way; while the second is used 8. In backward it is the other way
@@ -12,15 +13,26 @@ round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.memory.footprint import TensorForm
 from shardwright.compiler.cost.memory.ledger import ACTIVATION, Ledger
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Adapt, Instruction, Program, gathers_at, joins
 from shardwright.runtime.layout import Mesh
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """What one collective gathered in the forward, in the recompute region of this index, if in
+    any.
+    """
+
+    adapters: Sequence[Adapt]
+    region: int | None
 
 
 class GatheredTensors:
@@ -52,11 +64,19 @@ class GatheredTensors:
             i.result.name: i for i in program.body if isinstance(i, Adapt) and i.gathers_again
         }
         # The bytes of each collective of weights, in their order. ``_passed`` counts how far
-        # forward has come in that list; backward counts down again.
+        # forward has come in that list.
         self._on_their_way = [
-            sum(map(self.bytes_of, group)) for group in groups if group[0].gathers_weight
+            self._whole_bytes(group) for group in groups if group[0].gathers_weight
         ]
         self._passed = 0
+        # What forward has gathered, in order; the number in that of each collective, by the name of
+        # its first result, and of those in each region. ``_regions``: those that backward still
+        # comes to. ``_under_way``: what it has on its way, in bytes.
+        self._made: list[_Gathered] = []
+        self._number: dict[str, int] = {}
+        self._inside: dict[int, list[int]] = {}
+        self._regions: set[int] = set()
+        self._under_way = 0
         # How many operators' backwards will still ask for each tensor, and the storages of those
         # that came for one of them and are held for the others.
         self._asked: dict[str, int] = {}
@@ -69,15 +89,26 @@ class GatheredTensors:
     # ---------------------------------------------------------------------------------------------
     # forward
 
-    def pass_by(self, instruction: Instruction, *, again: bool) -> None:
-        """Note that an instruction runs; ``again``: in a backward, for a region."""
-        weight = isinstance(instruction, Adapt) and instruction.gathers_weight
-        if weight and not joins(instruction):
-            self._passed += -1 if again else 1
+    def pass_by(self, instruction: Instruction, region: int | None) -> None:
+        """Note that the forward runs an instruction, in the recompute region of this index."""
+        if not isinstance(instruction, Adapt) or instruction.joins:
+            return
+        if instruction.gathers_weight or instruction.gathers_again:
+            self._number[instruction.result.name] = number = len(self._made)
+            self._made.append(_Gathered(self._together[instruction.result.name], region))
+            # What is gathered along a further axis, or is no weight, is not begun ahead there.
+            if region is not None and instruction.value.kind is ValueKind.PARAMETER:
+                self._inside.setdefault(region, []).append(number)
+        self._passed += instruction.gathers_weight
+
+    def comes_to(self, region: int) -> None:
+        """Note that backward will run a region again."""
+        self._regions.add(region)
 
     def next_bytes(self) -> int:
         """The bytes of the weights on their way in the forward; 0 if there are none."""
-        return self._bytes_at(self._passed)
+        number = self._passed
+        return self._on_their_way[number] if number < len(self._on_their_way) else 0
 
     def ask_for(self, names: Iterable[str]) -> None:
         """Note that the backward of an operator will need these."""
@@ -99,9 +130,29 @@ class GatheredTensors:
     # ---------------------------------------------------------------------------------------------
     # backward
 
-    def previous_bytes(self) -> int:
-        """The bytes of the weights on their way in the backward; 0 if there are none."""
-        return self._bytes_at(self._passed - 1)
+    def under_way_bytes(self) -> int:
+        """The bytes that are on their way in the backward."""
+        return self._under_way
+
+    def run_again(self, instruction: Instruction, region: int) -> None:
+        """Note that a backward runs an instruction of a region again."""
+        inside = self._inside.get(region, [])
+        number = (
+            self._number.get(instruction.result.name) if isinstance(instruction, Adapt) else None
+        )
+        if number not in inside:
+            return
+        following = inside.index(number) + 1
+        if following < len(inside):
+            self._under_way = self._whole_bytes(self._made[inside[following]].adapters)
+        else:
+            self.has_run(region)
+
+    def has_run(self, region: int) -> None:
+        """Note that nothing more of a region is gathered."""
+        self._regions.discard(region)
+        if region in self._inside:
+            self._begin_before(self._inside[region][0])
 
     def come_again(self, names: Sequence[str]) -> None:
         """Hold these for the backward of their operator, and with each what comes in the same
@@ -112,13 +163,32 @@ class GatheredTensors:
                 continue
             first = self._again[name]
             group = self._together[name] if first.gathers_weight else (first,)
-            # One collective brings all of them, so it counts once.
-            self._passed -= first.gathers_weight
             for adapter in group:
                 other = adapter.result.name
                 if other == name or (self._asked.get(other, 0) > 0 and other not in self._came):
                     storage = self._ledger.new(self.bytes_of(adapter), ACTIVATION)
                     self._came[other] = self._ledger.hold(storage)
+            self._begin_before(self._number.get(group[0].result.name, 0))
+
+    def _begin_before(self, number: int) -> None:
+        """Begin with what backward needs next, of what forward gathered before this."""
+        self._under_way = 0
+        while number:
+            number -= 1
+            made = self._made[number]
+            if made.region is None:
+                needed = [a for a in made.adapters if self._asked.get(a.result.name, 0) > 0]
+            elif made.region in self._regions and made.region in self._inside:
+                needed = list(self._made[self._inside[made.region][0]].adapters)
+            else:
+                continue
+            if needed:
+                is_there = any(a.result.name in self._came for a in needed)
+                self._under_way = 0 if is_there else self._whole_bytes(needed)
+                return
+
+    def _whole_bytes(self, adapters: Iterable[Adapt]) -> int:
+        return sum(map(self.bytes_of, adapters))
 
     def let_go(self, names: Iterable[str]) -> None:
         """Note that the backward of their operator is over."""
@@ -195,6 +265,3 @@ class GatheredTensors:
         # The whole gradient in the wide dtype, and what gradient and piece take more than in the
         # narrow one, in which they are counted elsewhere.
         return whole * wide + (whole + piece.num_bytes // narrow) * (wide - narrow)
-
-    def _bytes_at(self, number: int) -> int:
-        return self._on_their_way[number] if 0 <= number < len(self._on_their_way) else 0

@@ -8,7 +8,7 @@ recompute region, ``compute_s`` is 4 ms, of which ``recomputed_s`` is 1 ms.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.local_calls import local_bytes
@@ -16,7 +16,13 @@ from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.adapter_time import joining_s, together_time
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
-from shardwright.compiler.cost.time.gathers_ahead import Both, Message, Work, hidden_ahead
+from shardwright.compiler.cost.time.gathers_ahead import (
+    Both,
+    GathersAndWork,
+    Message,
+    Work,
+    hidden_ahead,
+)
 from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import asked_again
 from shardwright.compiler.cost.time.operator_time import op_time
@@ -120,7 +126,7 @@ def body_time(
     )
     sums = _Sums(program.plan, hardware, tuple(ranks), storage_ranks, times, trains)
     # Instructions of recompute regions run twice.
-    again = _recomputed(program) if trains else set()
+    again = _recomputed(program) if trains else {}
     again_too = asked_again(program) if trains else {}
     instructions: list[tuple[Instruction, OpTime]] = []
     for position, instruction in enumerate(program.body):
@@ -140,10 +146,12 @@ def body_time(
         instructions.append((instruction, time))
     sums.hide_beside(instructions)
     sums.hide_meanwhile(instructions, again)
-    # What regions that run again gather is not begun ahead there.
     again_s = {id(item): time.forward_s for item, time in instructions if id(item) in again}
     if gathers_ahead:
-        sums.hide_ahead(program, instructions, again, again_too)
+        hidden = sums.hide_ahead(program, instructions, again, again_too)
+        for position, (_, second_s) in hidden.items():
+            if (number := id(program.body[position])) in again_s:
+                again_s[number] -= second_s
     return BodyTime(
         tuple(instructions),
         sums.compute_s,
@@ -156,7 +164,7 @@ def body_time(
     )
 
 
-def hidden_gathers(
+def gathers_and_work(
     program: Program,
     hardware: Hardware,
     ranks: Sequence[int],
@@ -164,14 +172,13 @@ def hidden_gathers(
     times: Sequence[OpTime],
     *,
     trains: bool,
-) -> dict[int, Both]:
-    """What of the gathers of a program costs nothing, forward and again in backward, by position,
-    if backward ran nothing again. ``times``: those of its instructions without that. There are no
-    loops in it.
+) -> GathersAndWork:
+    """What a program gathers and does meanwhile, if backward ran nothing again. ``times``: those of
+    its instructions, if every gather were waited for. There are no loops in it.
     """
     sums = _Sums(program.plan, hardware, tuple(ranks), tuple(storage_ranks), None, trains)
     instructions = list(zip(program.body, times, strict=True))
-    return sums.ahead(program, instructions, set(), asked_again(program) if trains else {})
+    return sums.gathers(program, instructions, {}, asked_again(program) if trains else {})
 
 
 def _launched_s(
@@ -387,7 +394,7 @@ class _Sums:
             self.comm[f"{'+'.join(step.axes)} {_BACKWARD[step.kind, step.backward]}"] -= hidden_s
 
     def hide_meanwhile(
-        self, instructions: list[tuple[Instruction, OpTime]], again: set[int]
+        self, instructions: list[tuple[Instruction, OpTime]], again: Collection[int]
     ) -> None:
         """Take from each message that is started what runs while it is under way. ``again``: the
         instructions that backward runs a second time.
@@ -418,14 +425,19 @@ class _Sums:
         self,
         program: Program,
         instructions: list[tuple[Instruction, OpTime]],
-        again: set[int],
+        again: Mapping[int, int],
         asked: Mapping[str, tuple[int, int]],
-    ) -> None:
+    ) -> dict[int, Both]:
         """Take from gathers of weights what runs while they are under way, as the one before them
-        is used. ``again``: the instructions that backward runs a second time. ``asked``: where
-        backward needs what it gathers again.
+        is used. ``again``: the region of each instruction that backward runs a second time.
+        ``asked``: where backward needs what it gathers again.
+
+        What is hidden, forward and again in backward, by position, is the result.
         """
-        for position, hidden in self.ahead(program, instructions, again, asked).items():
+        found = hidden_ahead(
+            self.gathers(program, instructions, again, asked), self.hardware.device
+        )
+        for position, hidden in found.items():
             item, time = instructions[position]
             assert isinstance(item, Adapt)
             instructions[position] = item, time + OpTime(-hidden[0])
@@ -433,30 +445,29 @@ class _Sums:
             self.ahead_s += hidden[1]
             if any(hidden):
                 self.comm[f"{'+'.join(item.step.axes)} all_gather"] -= sum(hidden)
+        return found
 
-    def ahead(
+    def gathers(
         self,
         program: Program,
         instructions: Sequence[tuple[Instruction, OpTime]],
-        again: set[int],
+        again: Mapping[int, int],
         asked: Mapping[str, tuple[int, int]],
-    ) -> dict[int, Both]:
-        """What of gathers costs nothing, forward and again in backward, by position."""
+    ) -> GathersAndWork:
+        """What is gathered, and what is done meanwhile: no work where nothing is gathered."""
         messages: dict[int, Message] = {}
         for position, (item, time) in enumerate(instructions):
             if isinstance(item, Adapt) and item.step.kind == "all_gather" and not joins(item):
                 messages[position] = self._gathered(program, position, time, again, asked)
-        if not messages:
-            return {}
-        work = [self._work(item, time, again) for item, time in instructions]
-        return hidden_ahead(program, messages, work, asked, self.hardware.device)
+        work = [self._work(item, time, again) for item, time in instructions if messages]
+        return GathersAndWork(program, messages, work, asked)
 
     def _gathered(
         self,
         program: Program,
         position: int,
         time: OpTime,
-        again: set[int],
+        again: Mapping[int, int],
         asked: Mapping[str, tuple[int, int]],
     ) -> Message:
         """What the gathers at a position send, without the copies around it."""
@@ -469,9 +480,10 @@ class _Sums:
             copied_s = joining_s(steps, self.storage_mesh, self.hardware)
             times.append(whole.forward_s - copied_s)
         # Some of it may be hidden behind something else already.
-        return Message(min(times[0], time.forward_s), times[1])
+        forward_s = min(times[0], time.forward_s)
+        return Message(forward_s, forward_s if id(group[0]) in again else times[1])
 
-    def _work(self, item: Instruction, time: OpTime, again: set[int]) -> Work:
+    def _work(self, item: Instruction, time: OpTime, again: Mapping[int, int]) -> Work:
         """What an instruction computes, and the axes over which it waits for messages."""
         if isinstance(item, Adapt):
             sends = communicates(item.step)
@@ -479,11 +491,11 @@ class _Sums:
                 item.step.axes if sends[0] and time.forward_s else (),
                 item.step.axes if sends[1] and time.backward_s else (),
             )
-            return Work(OpTime(), axes, id(item) in again)
+            return Work(OpTime(), axes, again.get(id(item)))
         if isinstance(item, Loop):
             # Its messages travel beside what it computes, which hides nothing else.
             inside = {axis for a in item.body if isinstance(a, Adapt) for axis in a.step.axes}
-            return Work(OpTime(), (inside, inside), id(item) in again)
+            return Work(OpTime(), (inside, inside), again.get(id(item)))
         sent = exchanges_in(
             item.original, item.assignment, self.mesh, self.hardware, ranks=self.ranks
         )
@@ -496,7 +508,7 @@ class _Sums:
             max(0.0, time.backward_s - sent_s.backward_s),
         )
         names = tuple(message.axis for message in sent)
-        return Work(busy, (names, names), id(item) in again)
+        return Work(busy, (names, names), again.get(id(item)))
 
     def _under_way(
         self, instruction: Adapt | Compute, time: OpTime
@@ -545,9 +557,11 @@ def _exchanged_bytes(adapter: Adapt, mesh: Mesh) -> tuple[int, int]:
     return after if step.kind == "all_gather" else before, before if gathers else after
 
 
-def _recomputed(program: Program) -> set[int]:
-    """The instructions that the backward runs again, by identity."""
+def _recomputed(program: Program) -> dict[int, int]:
+    """The instructions that the backward runs again, by identity, each with the number of its
+    region.
+    """
     if not any(region_of(instruction) is not None for instruction in program.body):
-        return set()
+        return {}
     runs = (item for item in group_blocks(program) if isinstance(item, Run) and item.recompute)
-    return {id(instruction) for run in runs for instruction in run.instructions}
+    return {id(item): number for number, run in enumerate(runs) for item in run.instructions}

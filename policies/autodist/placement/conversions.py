@@ -76,37 +76,29 @@ class ValueType:
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one adapter of a conversion, and whether it gathers. ``is_kept``: whether what
-    keeps its result keeps what it is given: of a weight, a gather or a view. ``hidden_s``: what of
-    its forward counts nothing, as the program begins it ahead; not where a region runs again.
+    keeps its result keeps what it is given: of a weight, a gather or a view. ``forward_s``: each
+    time that it runs, without what counts nothing as the program begins it ahead.
     """
 
     forward_s: float
     backward_s: float
     gathers: bool
     is_kept: bool
-    hidden_s: float = 0.0
-
-    @property
-    def first_s(self) -> float:
-        """The cost of its first forward."""
-        return self.forward_s - self.hidden_s
 
     @property
     def regathered_s(self) -> float:
         """The cost of gathering a kept weight once more."""
-        return self.first_s if self.gathers and self.is_kept else 0.0
+        return self.forward_s if self.gathers and self.is_kept else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
     """Conversions of some pairs of layouts, ``[pair]``: their weights among trees, and their
-    seconds. ``first_s``: of the first forward, without what is hidden of gathers; ``forward_s``: of
-    another one in a region that runs again. ``gathered_s``: of that, from the first gather on.
-    ``regathered_s``: of gathering a kept weight once more.
+    seconds. ``forward_s``: of a forward, without what is hidden of gathers; ``gathered_s``: of one,
+    from the first gather on. ``regathered_s``: of gathering a kept weight once more.
     """
 
     weights: Seconds
-    first_s: Seconds
     forward_s: Seconds
     backward_s: Seconds
     gathered_s: Seconds
@@ -122,14 +114,15 @@ class _Prices:
             again_s = self.gathered_s
         elif kind.is_kept:
             again_s = self.regathered_s
-        found: Seconds = kind.microbatches * (self.first_s + again_s + self.backward_s)
+        found: Seconds = kind.microbatches * (self.forward_s + again_s + self.backward_s)
         return found
 
 
 @dataclass(eq=False)
 class _Steps:
     """What each step takes on the ranks of a mesh, by number, ``[step]``; the last one is none,
-    which takes nothing. ``is_kept``, ``hidden_s``: of a weight, as of :class:`StepTime`.
+    which takes nothing. ``is_kept``, ``hidden_s``: of a weight, whether it is kept, and what of its
+    forward is hidden.
     """
 
     forward_s: Seconds
@@ -158,15 +151,14 @@ class _Steps:
         # From the first gather on, what comes of it is not kept for backward, but made again.
         gathers = self.gathers[steps]
         since = np.logical_or.accumulate(gathers, axis=1)
-        regathered_s, first_s = np.zeros_like(forward_s), forward_s
+        regathered_s = np.zeros_like(forward_s)
         if kind.is_weight:
-            first_s = forward_s - self.hidden_s[steps]
+            forward_s = forward_s - self.hidden_s[steps]
             # The last steps, as far as what keeps the result keeps what they make.
             kept = np.logical_and.accumulate(self.is_kept[steps][:, ::-1], axis=1)[:, ::-1]
-            regathered_s = np.where(kept & gathers, first_s, 0.0)
+            regathered_s = np.where(kept & gathers, forward_s, 0.0)
         return _Prices(
             np.array([route.weight for route in routes]),
-            _sums(first_s),
             _sums(forward_s),
             _sums(backward_s),
             _sums(np.where(since, forward_s, 0.0)),
@@ -353,7 +345,8 @@ class Conversions:
             backward_s = time.backward_s if kind.has_backward else 0.0
             is_kept = kind.is_weight and _keeps(name)
             hidden_s = self._hidden_s[number] if kind.is_weight else 0.0
-            found.append(StepTime(time.forward_s, backward_s, name in GATHERS, is_kept, hidden_s))
+            forward_s = time.forward_s - hidden_s
+            found.append(StepTime(forward_s, backward_s, name in GATHERS, is_kept))
         return tuple(found)
 
     def _time_steps(self) -> None:

@@ -195,7 +195,7 @@ class _Emission:
             # A weight that is gathered once more for backward.
             elif index >= num_before:
                 again_s = step.regathered_s
-            total += step.first_s + again_s + step.backward_s
+            total += step.forward_s + again_s + step.backward_s
         copy.is_inside = inside
         return total
 

@@ -196,13 +196,9 @@ def _in_pieces(
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
         movement = movement_of(step, value.dtype, mesh)
         own_s = message_s(movement, mesh, tuple(request.ranks), request.hardware)
-        first_s = time.forward_s - request.hidden_share * own_s
+        forward_s = time.forward_s - request.hidden_share * own_s
         # Gathered twice: where the module runs again, or an operator keeps what was gathered.
         for runs_again, is_kept in zip(inside, kept, strict=True):
-            again_s = 0.0
-            if runs_again:
-                again_s = time.forward_s
-            elif is_kept and step.kind == "all_gather":
-                again_s = first_s
-            seconds += request.microbatches * (first_s + again_s + time.backward_s)
+            runs = 2 if runs_again or (is_kept and step.kind == "all_gather") else 1
+            seconds += request.microbatches * (runs * forward_s + time.backward_s)
     return stored, mesh, seconds

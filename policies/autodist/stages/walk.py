@@ -27,8 +27,9 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
 from shardwright.compiler.cost.time.adapter_time import message_s, movement_of, step_time
 from shardwright.compiler.cost.time.after_backward import parameter_s
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
-from shardwright.compiler.cost.time.body_time import hidden_gathers
+from shardwright.compiler.cost.time.body_time import gathers_and_work
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
+from shardwright.compiler.cost.time.gathers_ahead import hidden_ahead
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.cost.time.split_backward_time import (
@@ -40,6 +41,7 @@ from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program, Step
 from shardwright.compiler.plan.repeated_blocks import in_front, reads, writes
 from shardwright.policies.autodist.stages.frontier import Again
+from shardwright.policies.autodist.stages.gathers_of_regions import GathersOfRegions
 from shardwright.policies.autodist.stages.kept import Kept
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
@@ -86,6 +88,7 @@ class Held:
 ALIKE = (
     "by_place",
     "hidden",
+    "_regions_ahead",
     "times",
     "forward_s",
     "backward_s",
@@ -159,10 +162,17 @@ class Walk:
         program begins one weight ahead, if nothing is computed again. In a stage its first ones
         are waited for, which is left out here: so no stage takes less.
         """
-        none = (0.0, 0.0)
+        found = {} if self._regions_ahead is None else self._regions_ahead.hidden
+        return tuple(found.get(position, (0.0, 0.0)) for position in range(len(self.by_place)))
+
+    @cached_property
+    def _regions_ahead(self) -> GathersOfRegions | None:
+        """What is hidden of gathers, and how regions change it; None where there are none, or each
+        is waited for.
+        """
         program, setting = self.program, self.setting
         if not setting.gathers_ahead or program.plan.loops:
-            return (none,) * len(self.by_place)
+            return None
         # An adapter that gathers again has both times of the gather here.
         times = [
             OpTime(t.forward_s, t.backward_s - t.forward_s * self._is_gathered_again(item))
@@ -170,8 +180,11 @@ class Walk:
         ]
         ranks = setting.ranks, self.storage_ranks
         trains = not setting.config.inference_only
-        found = hidden_gathers(program, setting.hardware, *ranks, times, trains=trains)
-        return tuple(found.get(position, none) for position in range(len(times)))
+        gathers = gathers_and_work(program, setting.hardware, *ranks, times, trains=trains)
+        device = setting.hardware.device
+        if not gathers.messages:
+            return None
+        return GathersOfRegions(gathers, hidden_ahead(gathers, device), device)
 
     @cached_property
     def _waited(self) -> tuple[OpTime, ...]:
@@ -216,8 +229,7 @@ class Walk:
         at place ``end``: by default that of the whole model. Adapters in front of the range, as
         emission puts them, run once.
 
-        What the range gathers in its second run is waited for: nothing of that is hidden any more.
-        In the place of its last gather, that of the operators before it is begun ahead.
+        What the range gathers in its second run is begun ahead, as far as the setting says so.
         """
         # The instructions of these operators, and the adapters among them.
         own = slice(self._first[start], self._first[stop])
@@ -239,8 +251,11 @@ class Walk:
             for item, t in inside
             if not (isinstance(item, Adapt) and item.result.name in others)
         )
-        hidden_s = [back_s for _, back_s in self.hidden[own] if back_s]
-        seconds += sum(hidden_s[:-1])
+        if self._regions_ahead is not None:
+            aside = {id(adapter) for adapter in front}
+            positions = range(own.start, own.stop)
+            runs = [p for p in positions if id(self.by_place[p][1]) not in aside]
+            seconds -= self._regions_ahead.more_hidden_s(positions, runs)
         return Again(seconds, float(self.kept.saved(start, stop, names)))
 
     def backward_parts(self, start: int, stop: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@ books.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,48 @@ def test_zero_3_holds_pieces(
     (memory, *_) = predicted(compiled, config)
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config):
         assert memory.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+class Regions(torch.nn.Module):
+    """Linear layers one after the other, of these widths, those in ``again`` two by two."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers = [torch.nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
+        self.first, self.last = layers[0], layers[-1]
+        pairs = zip(layers[1:-1:2], layers[2:-1:2], strict=True)
+        self.again = torch.nn.ModuleList(torch.nn.Sequential(*pair) for pair in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for pair in self.again:
+            x = pair(x.tanh())
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        (4, 64, 64, 64, 64, 64, 64),
+        (4, 16, 256, 16, 256, 16, 16),
+        (4, 256, 16, 256, 16, 16, 16),
+    ],
+)
+def test_regions_have_the_weight_on_its_way(widths: tuple[int, ...], tmp_path: Path) -> None:
+    """Weights are most of the memory, and all but the first take no gradient. The next one is there
+    while a region runs again, and while its backward runs.
+    """
+    model, inputs = Regions(widths), {"x": torch.randn(4, widths[0])}
+    for module in (model.again, model.last):
+        module.requires_grad_(False)
+    options = {"recompute": ("again.*",)}
+    config = ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=2, use_zero=3, use_end2end=True, pas_config=options
+    )
+    compiled = compile_graph(traced(model, inputs), find_policy("dp").apply, config)
+    (memory,) = predicted(compiled, config)
+    for measured in measured_peaks(tmp_path, compiled, model, inputs, config):
+        assert memory.peak_bytes == pytest.approx(measured, rel=0.015)
 
 
 def test_inference_holds_no_training_state() -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import planning
 import plans
@@ -27,6 +28,7 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -337,6 +339,36 @@ def test_no_plan_at_all_is_below_the_bound_with_gathers_ahead(bytes_per_s: float
     assert found.best is not None
     assert found.best.step_s == pytest.approx(best_s, rel=1e-12)
     assert found.bound_s == pytest.approx(hidden.bound_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "stored"), [(2, "[64/x, 64]"), (2, "[64, 64] G(x)"), (1, "[64, 64]")]
+)
+def test_a_bound_hides_what_regions_gather_again(size: int, stored: str) -> None:
+    """Two regions of four layers, cut over two ranks, by the plan or by ZeRO-3 within a unit or
+    over two. The audit waits for the first gather of forward and of backward, and hides the other
+    seven of each. The price for a bound counts none of them.
+    """
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(8)]
+    model = nn.Sequential(nn.Sequential(*layers[:4]), nn.Sequential(*layers[4:]))
+    graph = planning.graph_of(model, {"input": torch.randn(64, 64)})
+    assert graph.dims is not None
+    forbid = {dim.name: ("x",) for dim in graph.dims.classes if dim.name != "batch"}
+    names = (f"{number // 4}.{number % 4}.weight" for number in range(8))
+    fixed = Constraints({}, forbid, dict.fromkeys(names, stored))
+    config = ComputeConfig(plan_ngpus=size, runtime_ngpus=2, use_zero=3)
+    hardware, again = planning.slow_machine(2, bytes_per_s=1e6), ("0", "1")
+    options: dict[str, Any] = {"constraints": fixed, "recompute": again, "hides_gathers": True}
+    found = placed(request(graph, mesh_of(str(size)), hardware, config=config, **options))
+    plan = replace(found.plan, zero=units_of_storage(config))
+    program = lower(mark_recompute(graph, again), plan)
+    step_s, waited_s = (
+        time_of_step(program, config, hardware, gathers_ahead=ahead).step_s
+        for ahead in (True, False)
+    )
+    gather_s = 64 * 64 * 4 / 2 / 1e6
+    assert step_s == pytest.approx(found.cost_s + 2 * gather_s, abs=gather_s / 100)
+    assert waited_s == pytest.approx(found.cost_s + 16 * gather_s, abs=gather_s / 100)
 
 
 def test_weights_lie_in_pieces_where_gathers_are_hidden() -> None:

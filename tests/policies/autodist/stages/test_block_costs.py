@@ -74,37 +74,54 @@ def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) 
     assert [block.activation_bytes for block in own] == [block.activation_bytes for block in blocks]
 
 
-@pytest.mark.parametrize(
-    "bytes_per_s", [3e4, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e3, 1e6))]
+RECOMPUTED = (
+    (),
+    ("h.1",),
+    ("h.0", "h.1"),
+    ("h.1.attn",),
+    ("h.0.mlp.act", "h.1.mlp.act"),
+    ("h.0.ln_1", "h.0.mlp", "h.1"),
+    ("h.0", "h.1.mlp.c_proj", "h.1.mlp.dropout"),
 )
-@pytest.mark.parametrize("recomputed", [(), ("transformer.h.1",), ("transformer.h.*",)])
-def test_blocks_hide_what_their_program_begins_ahead(
-    recomputed: tuple[str, ...], bytes_per_s: float
-) -> None:
-    """Blocks take as long as the whole program with weights in pieces over two units. With layers
-    computed again they take no longer: their last gather may begin ahead of a larger product.
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "overlap"),
+    [
+        (3e4, 1.0),
+        (1e2, 0.8),
+        *(pytest.param(rate, 0.8, marks=pytest.mark.slow) for rate in (1e3, 1e4, 1e5, 1e6)),
+    ],
+)
+def test_blocks_hide_what_their_program_begins_ahead(bytes_per_s: float, overlap: float) -> None:
+    """Blocks take as long as the whole program with weights in pieces over two units, also with
+    layers or parts of them computed again. Where gathers take much longer than what is computed
+    beside them, blocks may take a little less, and never more.
     """
     graph, mesh = zoo_graph("gpt2"), mesh_of("2")
     hardware = slow_machine(4, bytes_per_s=bytes_per_s)
+    hardware = replace(hardware, device=replace(hardware.device, overlap=overlap))
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=3)
     plan = replace(graph.builder(mesh=mesh).split("batch", "x").plan(), zero=2)
     starts, layers = layer_blocks(graph)
     parts = layer_parts(graph, starts, layers)
-    setting = Setting(hardware, config, (0, 1), gathers_ahead=True)
-    marked = mark_recompute(graph, recomputed)
-    walk = Walk(lower(graph, plan), setting)
-    again = {op.module_path for op in marked.ops if op.region is not None}
-    blocks = block_costs(walk, starts, parts, lambda part: part.path in again).blocks
-    body = body_time(lower(marked, plan), hardware, (0, 1))
-    waited = body_time(lower(marked, plan), hardware, (0, 1), gathers_ahead=False)
-    forward_s, backward_s = (
-        sum(getattr(block, name) for block in blocks) for name in ("forward_s", "backward_s")
-    )
-    assert forward_s == pytest.approx(body.forward_s, rel=1e-12) and forward_s < waited.forward_s
-    if not recomputed:
-        assert backward_s == pytest.approx(body.backward_s, rel=1e-12)
-        assert backward_s < waited.backward_s and walk.exposed_s > 0
-    assert 0.9 * body.backward_s < backward_s <= body.backward_s * (1 + 1e-12)
+    walk = Walk(lower(graph, plan), Setting(hardware, config, (0, 1), gathers_ahead=True))
+    for names in RECOMPUTED:
+        paths = tuple(f"transformer.{name}" for name in names)
+        program = lower(mark_recompute(graph, paths), plan)
+        blocks = block_costs(walk, starts, parts, lambda part, paths=paths: part.path in paths)
+        body = body_time(program, hardware, (0, 1))
+        waited = body_time(program, hardware, (0, 1), gathers_ahead=False)
+        forward_s, backward_s = (
+            sum(getattr(block, name) for block in blocks.blocks)
+            for name in ("forward_s", "backward_s")
+        )
+        assert forward_s == pytest.approx(body.forward_s, rel=1e-12)
+        assert forward_s < waited.forward_s
+        assert backward_s <= body.backward_s * (1 + 1e-12) < waited.backward_s
+        is_long = bool(names) and bytes_per_s < 1e3
+        assert backward_s >= body.backward_s * (0.996 if is_long else 1 - 1e-5)
+    assert walk.exposed_s > 0
 
 
 @pytest.mark.parametrize("use_zero", [0, 1])

@@ -64,4 +64,6 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
     why = "not searched, as 9 s of the limit were over when other sizes had been traced"
     assert found.refused == {f"microbatches of {size}": why for size in (4, 2, 1)}
     assert plan.certificate is not None
-    assert "the search was ended by the time limit of 12 s" in "\n".join(plan.certificate.proof)
+    proof = "\n".join(plan.certificate.proof)
+    assert "the search was ended by the time limit of 12 s" in proof
+    assert "; no time was left to trace microbatches of 4, microbatches of 2 and 1 more" in proof

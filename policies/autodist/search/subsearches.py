@@ -33,6 +33,7 @@ from shardwright.policies.autodist.candidates.results import (
     Candidate,
     SearchResult,
 )
+from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.runtime.activity import preceded
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -168,7 +169,9 @@ class Subsearches:
             return found
         began = time.monotonic() - spent_s
         total = SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf)
-        if any(why.startswith(NOT_SEARCHED) for why in self.refused.values()):
+        # Sizes of a microbatch for which there was no time to trace the model.
+        untraced = [t for t, why in self.refused.items() if why.startswith(NOT_SEARCHED)]
+        if untraced:
             total.interrupted = _time_over(time_limit_s, len(self.listed))
         quickest_s, begun = 0.0, list[Subsearch]()
         for index, subsearch in enumerate(self.listed):
@@ -214,6 +217,8 @@ class Subsearches:
         if len(begun) < len(self.listed):
             of = f"{len(begun)} of {len(self.listed)} combinations"
             total.searched += f" ({of}; no time was left for others)"
+        if untraced:
+            total.searched += f"; no time was left to trace {first_of(untraced)}"
         return total
 
 

@@ -172,13 +172,16 @@ class Mesh(HashedOnce):
         all ranks.
         """
         axes = (axes,) if isinstance(axes, str) else axes
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            coords = self.coords(rank)
-            groups.setdefault(
-                tuple(c for name, c in coords.items() if name not in axes), []
-            ).append(rank)
-        return [tuple(group) for group in groups.values()]
+        # How far ranks are apart that differ in one coordinate, from minor to major.
+        first, offsets, apart = [0], [0], 1
+        for name, size in reversed(self.axes):
+            steps = range(0, size * apart, apart)
+            if name in axes:
+                offsets = [step + offset for step in steps for offset in offsets]
+            else:
+                first = [step + rank for step in steps for rank in first]
+            apart *= size
+        return [tuple([rank + offset for offset in offsets]) for rank in first]
 
     def __str__(self) -> str:
         axes = (f"{name}={size}{in_turns(self.turns_of(name))}" for name, size in self.axes)

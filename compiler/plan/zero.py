@@ -110,3 +110,10 @@ def over_units(layout: Layout) -> Layout:
     summand.
     """
     return replace(layout, grad_partial=tuple(sorted({*layout.grad_partial, ZERO})))
+
+
+def ranks_of_units(ranks: Sequence[int], num_units: int, unit_size: int) -> tuple[int, ...]:
+    """The global ranks of the first units, each of which has ``ranks`` of its own."""
+    if num_units == 1:
+        return tuple(ranks)  # the same object, as there may be a million
+    return tuple(unit * unit_size + rank for unit in range(num_units) for rank in ranks)

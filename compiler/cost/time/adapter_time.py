@@ -12,12 +12,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardwright.compiler.cost.local_calls import local_bytes, local_shape
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.call_times import OpTime
-from shardwright.compiler.cost.time.collectives import axes_collective_s, groups_collective_s
+from shardwright.compiler.cost.time.collectives import (
+    axes_collective_s,
+    group_rows,
+    rows_collective_s,
+)
 from shardwright.compiler.plan.conversion import GATHERS, REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -229,31 +234,30 @@ def _per_byte(
     """Seconds per byte of gradient: moving it into a bucket, and its share of the collective of a
     full one.
     """
-    # The ranks of all units and stages that sum one piece of the parameter, for every piece.
-    everyone: list[tuple[int, ...]] = []
-    for group in mesh.groups(axes):
-        copies: list[int] = []
-        for unit in range(num_units):
-            for ranks in stages:
-                copies += [unit * unit_size + ranks[index] for index in group]
-        everyone.append(tuple(copies))
+    # The ranks of all units and stages that sum one piece of the parameter, a piece in a row.
+    everyone = np.concatenate(
+        [
+            unit * unit_size + group_rows(mesh, axes, ranks)
+            for unit in range(num_units)
+            for ranks in stages
+        ],
+        axis=1,
+    )
     # Each of the ``num_groups`` has every so many of them.
-    size = len(everyone[0]) // num_groups
+    num_pieces, num_copies = everyone.shape
+    size = num_copies // num_groups
     if size == 1 and not across:
         return 0.0
+    groups = np.sort(everyone, axis=1).reshape(num_pieces, num_groups, size)
     # Between the groups: the ranks that have the same slice of it.
     if across:
-        groups = [tuple(sorted(ranks)[index::size]) for ranks in everyone for index in range(size)]
-        return groups_collective_s(hardware, collective, bucket_bytes / size, groups) / bucket_bytes
+        between = groups.transpose(0, 2, 1).reshape(-1, num_groups)
+        return rows_collective_s(hardware, collective, bucket_bytes / size, between) / bucket_bytes
     # Within a group: neighbours.
-    groups = [
-        tuple(sorted(ranks)[i : i + size]) for ranks in everyone for i in range(0, len(ranks), size)
-    ]
-    if num_groups == 1:
-        groups = everyone
+    within = groups.reshape(-1, size)
     # The second term is the copy into the bucket, which reads and writes each byte.
     return (
-        groups_collective_s(hardware, collective, bucket_bytes, groups) / bucket_bytes
+        rows_collective_s(hardware, collective, bucket_bytes, within) / bucket_bytes
         + 2 / hardware.device.bytes_per_s
     )
 

@@ -30,6 +30,7 @@ from shardwright.compiler.cost.time.exchange_time import NO_EXCHANGE, WHOLES, Ex
 from shardwright.compiler.cost.time.operator_time import optimizer_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.plan.zero import ranks_of_units
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.mesh import ZERO
@@ -247,8 +248,7 @@ class _Where:
             else self.mesh.of_axes(item for item in self.mesh.axes if item[0] != ZERO)
         )
         places, *others = (
-            tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks)
-            for ranks in (self.ranks, *elsewhere)
+            ranks_of_units(ranks, pieces, config.plan_ngpus) for ranks in (self.ranks, *elsewhere)
         )
         wide, narrow = settings.gradient_dtype(value.dtype), value.dtype
         cap, groups = settings.bucket_cap_bytes, settings.num_groups if settings.stage else 1

@@ -79,6 +79,13 @@ def groups_collective_s(
     )
 
 
+def rows_collective_s(hardware: Hardware, kind: str, num_bytes: float, rows: Ids) -> float:
+    """Seconds like those of :func:`groups_collective_s`, for groups that are the rows of an array.
+    There may be a million, so nothing is kept by them.
+    """
+    return _seconds(_pattern_lines(hardware, kind, rows), num_bytes)
+
+
 def axes_collective_s(
     hardware: Hardware,
     kind: str,
@@ -141,12 +148,18 @@ def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
     """The ranks of all groups along ``axes``, as an array ``[groups, ranks of a group]``. Along a
     loop, an axis of time, the same ranks communicate once for each piece, and count once here.
     """
+    rows = group_rows(mesh, axes, ranks)
+    return np.unique(rows, axis=0) if len(set(ranks)) < len(ranks) else rows
+
+
+def group_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
+    """The ranks at the places of ``mesh.groups(axes)``, a group in a row, for axes in the order of
+    the mesh.
+    """
     grid = np.array(ranks, dtype=np.int64).reshape([size for _, size in mesh.axes])
     last = range(-len(axes), 0)
-    rows = np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(
-        -1, mesh.num_ranks(axes)
-    )
-    return np.unique(rows, axis=0) if len(set(ranks)) < len(ranks) else rows
+    moved = np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last)
+    return moved.reshape(-1, mesh.num_ranks(axes))
 
 
 def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:
@@ -165,18 +178,26 @@ def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line
     relative = ids - ids[:, :, :1]
     # [groups, 2 * tiers * ranks]
     keys = np.concatenate([*relative.astype(np.float64), *rates], axis=1)
-    # By their bytes: numpy compares rows of a million numbers field by field.
-    firsts: dict[bytes, int] = {}
-    for group, key in enumerate(keys):
-        firsts.setdefault(key.tobytes(), group)
+    firsts = _first_of_each(keys)
     links = [tier.link(kind) for tier in hardware.tiers]
     # A dict, as a set would not keep the order.
     return tuple(
-        {
-            _lines(kind, _levels(links, ids[:, first], rates[:, first])): None
-            for first in firsts.values()
-        }
+        {_lines(kind, _levels(links, ids[:, first], rates[:, first])): None for first in firsts}
     )
+
+
+def _first_of_each(keys: npt.NDArray[np.float64]) -> list[int]:
+    """The first of all rows that are alike, for each kind of rows."""
+    # Nearly always a million rows are of one or two kinds: each is compared with all rows at once.
+    firsts, left = list[int](), np.arange(len(keys))
+    while len(left) and len(firsts) < 8:
+        firsts.append(int(left[0]))
+        left = left[(keys[left] != keys[left[0]]).any(axis=1)]
+    # Those of further kinds by their bytes: numpy would sort them number by number.
+    further: dict[bytes, int] = {}
+    for row in left.tolist():
+        further.setdefault(keys[row].tobytes(), row)
+    return [*firsts, *further.values()]
 
 
 def _check(hardware: Hardware, kind: str, rows: Ids) -> None:
@@ -189,7 +210,8 @@ def _check(hardware: Hardware, kind: str, rows: Ids) -> None:
             why=f"it has {hardware.num_devices}, numbered from 0",
             hint="load_hardware(name, num_devices=...) describes as many as there are ranks",
         )
-    if len(np.unique(rows)) != rows.size:
+    in_order = np.sort(rows, axis=None)
+    if (in_order[1:] == in_order[:-1]).any():
         raise ConfigError(
             "a rank is named twice in a collective", why=f"ranks {rows.ravel().tolist()[:16]}"
         )

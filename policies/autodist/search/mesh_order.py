@@ -45,6 +45,10 @@ def ordered_meshes(state: SearchState) -> list[PipelineMesh]:
 
     # First by the rule; estimates, which take time, then decide among what is there.
     found.sort(key=by_thumb)
-    if len(found) > 1:
-        found.sort(key=by_estimate)
-    return found
+    if len(found) == 1:
+        return found
+    estimates = dict[PipelineMesh, float]()
+    for count, where in enumerate(found, 1):
+        state.tell(f"estimate {count} of {len(found)} meshes")
+        estimates[where] = by_estimate(where)
+    return sorted(found, key=estimates.__getitem__)

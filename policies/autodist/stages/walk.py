@@ -40,6 +40,7 @@ from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program, Step
 from shardwright.compiler.plan.repeated_blocks import in_front, reads, writes
+from shardwright.compiler.plan.zero import ranks_of_units
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.gathers_of_regions import GathersOfRegions
 from shardwright.policies.autodist.stages.kept import Kept
@@ -106,13 +107,12 @@ class Walk:
         self.program, self.setting = program, setting
         self.mesh: Mesh = program.plan.mesh
         self.storage_mesh: Mesh = program.plan.storage_mesh
-        units = range(max(1, program.plan.zero))
         # by start, what backward_parts says of further places: as far as it was asked, and what
         # goes on with that
         self._parts: dict[int, tuple[list[tuple[float, float]], Iterator[tuple[float, float]]]] = {}
         self._operators: dict[tuple[str, frozenset[int]], tuple[float, float]] = {}
-        self.storage_ranks = tuple(
-            unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks
+        self.storage_ranks = ranks_of_units(
+            setting.ranks, max(1, program.plan.zero), setting.config.plan_ngpus
         )
 
     def recomputing(self, graph: IRGraph, recompute: tuple[str, ...]) -> Walk:

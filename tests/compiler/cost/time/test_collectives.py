@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from shardwright.compiler.cost.machine.hardware import (
 )
 from shardwright.compiler.cost.time.collectives import (
     _axes_rows,
+    _first_of_each,
     axes_collective_s,
     collective_s,
     groups_collective_s,
@@ -271,6 +273,38 @@ def test_axes_of_a_mesh_are_laid_over_ranks() -> None:
         assert _axes_rows(mesh, (axis,), range(6)).tolist() == [
             list(group) for group in mesh.groups(axis)
         ]
+
+
+def test_groups_are_made_without_the_coordinates_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan may have a million ranks, and a search asks for groups along many axes."""
+    mesh = Mesh((("dp", 2), ("cp", 3), ("tp", 2)))
+    wanted = {}
+    for count in range(4):
+        for axes in itertools.permutations(mesh.names, count):
+            by_others: dict[tuple[int, ...], list[int]] = {}
+            for rank, coords in enumerate(mesh.all_coords()):
+                others = tuple(coords[name] for name in mesh.names if name not in axes)
+                by_others.setdefault(others, []).append(rank)
+            wanted[axes] = [tuple(ranks) for ranks in by_others.values()]
+
+    def counted(*_: object) -> None:
+        raise AssertionError("a rank was asked for its coordinates")
+
+    monkeypatch.setattr(Mesh, "coords", counted)
+    assert {axes: mesh.groups(axes) for axes in wanted} == wanted
+    assert mesh.groups("tp") == wanted["tp",]
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2, 20])
+def test_groups_that_are_alike_are_priced_once(num_kinds: int) -> None:
+    rng = np.random.default_rng(0)
+    kinds = rng.integers(num_kinds, size=300)
+    keys = np.stack([kinds // 3, kinds % 3], axis=1).astype(np.float64)
+    firsts = {int(kind): row for row, kind in reversed(list(enumerate(kinds)))}
+    assert sorted(_first_of_each(keys)) == sorted(firsts.values())
+    assert _first_of_each(keys)[0] == 0 and not _first_of_each(keys[:0])
 
 
 def test_groups_that_share_a_card_take_turns() -> None:

@@ -125,6 +125,16 @@ def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
 
 
 @pytest.mark.slow
+def test_a_search_tells_that_it_puts_meshes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates for a million ranks take minutes, before anything is placed."""
+    said: list[str] = []
+    monkeypatch.setattr(SearchState, "tell", lambda state, title: said.append(title))
+    search()
+    count = int(said[0].split()[-2])
+    assert said[:count] == [f"estimate {i} of {count} meshes" for i in range(1, count + 1)]
+    assert count > 2 and "estimate" not in said[count]
+
+
 def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
     full = everything()
     times = sorted(candidate.predicted_s for candidate in full.audited)

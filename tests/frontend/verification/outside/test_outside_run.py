@@ -179,6 +179,7 @@ class Noisy(nn.Module):
         return F.dropout(steps, 0.2).square().sum()
 
 
+@pytest.mark.filterwarnings("ignore:each rank of Noisy does much more than its part")
 def test_random_numbers_of_right_files_are_accepted() -> None:
     x = torch.rand(4, 6, 8, dtype=torch.float64)
     report = verification.verify(Noisy().double(), {"x": x}, "tp", TWO, steps=1, outside=True)

@@ -74,6 +74,11 @@ class PlanCost:
     apart_s: float | None = None
 
     @property
+    def compared_s(self) -> float:
+        """The seconds of the step as bounds and predictions count it: each message by itself."""
+        return self.step_s if self.apart_s is None else self.apart_s
+
+    @property
     def peak_bytes(self) -> int:
         """The bytes of the rank that needs most."""
         return max((memory.peak_bytes for memory in self.memory), default=0)

@@ -136,9 +136,7 @@ class Candidate:
     @property
     def apart_s(self) -> float:
         """The step with each message by itself, as bounds count it."""
-        if self.cost is None or self.cost.apart_s is None:
-            return self.step_s
-        return self.cost.apart_s
+        return self.predicted_s if self.cost is None else self.cost.compared_s
 
 
 INTERRUPT = "Ctrl-C"

@@ -106,7 +106,7 @@ def test_a_pipeline_takes_what_was_predicted(
     # Its decoder reads, in every stage, what the encoder made.
     within = 2e-5 if name == "t5" else 1e-12
     for found in (free, between, least):
-        assert found.predicted_s == pytest.approx(auditor(found.plan).step_s, rel=within)
+        assert found.predicted_s == pytest.approx(auditor(found.plan).compared_s, rel=within)
 
 
 @pytest.mark.parametrize("rate", spread([1e6, 1e8], 2))
@@ -120,7 +120,7 @@ def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None
     )
     assert isinstance(found, Candidate)
     cost = auditor(found.plan)
-    assert found.predicted_s == pytest.approx(cost.step_s, rel=1e-12)
+    assert found.predicted_s == pytest.approx(cost.compared_s, rel=1e-12)
     assert all(rank.comm_bytes[WHOLES] > 0 for rank in cost.ranks)
 
 
@@ -148,7 +148,7 @@ def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
         while not bound.is_over:
             bound.play(float("inf"))
         bounds.append(bound.bound_s)
-        assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
+        assert 0.0 < bounds[-1] <= cost.compared_s * (1 + 1e-9)
     assert len(bounds) > 1
 
 

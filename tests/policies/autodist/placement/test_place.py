@@ -374,7 +374,8 @@ def test_a_bound_hides_what_regions_gather_again(size: int, stored: str) -> None
 def test_weights_lie_in_pieces_where_gathers_are_hidden() -> None:
     """A gather takes 20 ms, and 26 ms of products hide that of the second weight in forward. So to
     gather it twice, and reduce-scatter its gradient, takes 40 ms, and the all-reduce of a whole one
-    43 ms with its update. Waited for, the gathers would take 20 ms more.
+    43 ms with its update. Waited for, the gathers would take 20 ms more. (Emitted, both come in one
+    message, which nothing hides; so little latency is not worth it here.)
     """
     graph = planning.graph_of(Pair(), {"x": torch.randn(128, 16)})
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
@@ -388,7 +389,7 @@ def test_weights_lie_in_pieces_where_gathers_are_hidden() -> None:
     fixed = Constraints({}, forbid, {})
     waited = placed(request(graph, mesh_of("2"), hardware, config=config, constraints=fixed))
     step_s = time_of_step(lower(graph, waited.plan), config, hardware).step_s
-    assert found.step_s < step_s - 0.002
+    assert found.apart_s < step_s - 0.002
     layouts = [str(plan.stored["down.weight"]) for plan in (waited.plan, found.plan)]
     assert layouts[0] == "[16, 64] G(x)" and "/x" in layouts[1]
 

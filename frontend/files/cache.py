@@ -362,7 +362,7 @@ def store(
         digests = {}
         # Each file with its digest.
         for index, (name, text) in enumerate(files.items()):
-            tell(f"write {name}", index / len(files))
+            tell(f"write {name}, {index + 1:,} of {len(files):,} files", index / len(files))
             data = text.encode()
             (fresh / name).write_bytes(data)
             digests[name] = sha256(data)

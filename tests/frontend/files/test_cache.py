@@ -407,3 +407,12 @@ def test_the_digest_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert written("compiler/notes.txt", "nothing") == first
     others = [written("policies/tp.py", "x = 1"), written("compiler/ops/rules.py", "x = 2")]
     assert len({first, *others, written("compiler/ops/more.jinja", "")}) == 4
+
+
+def test_each_file_that_is_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a job has a million ranks, a line now and then says how many are left."""
+    told: list[str] = []
+    monkeypatch.setattr(cache, "tell", lambda words, share=None: told.append(words))
+    parallelize(Net(), arguments(), "tp", CONFIG, gen_savedir=tmp_path, load_module=False)
+    # Besides the two ranks' files there is one that all of them have.
+    assert "write gencode0.py, 1 of 3 files" in told and "write gencode1.py, 2 of 3 files" in told

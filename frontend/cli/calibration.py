@@ -31,7 +31,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             why="the other commands know a hardware file by that",
         )
     check_target(out, "--out", "hardware.json")
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, emoji=False, highlight=False)
     shown = contextlib.nullcontext() if sys.stderr.isatty() else listening(ProgressText())
     try:
         with shown:

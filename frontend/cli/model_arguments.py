@@ -36,8 +36,11 @@ _AS_IMBALANCE = 'give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}'
 
 
 def make_console() -> Console:
-    """The console on which commands print. Layouts are full of brackets, so it knows no markup."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    """The console on which commands print. Layouts are full of brackets, so it knows no markup; nor
+    pictures, as the line in ``gencode0.py:100: loss`` would be one.
+    """
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def read_imbalance(text: str | None, num_ranks: int) -> Imbalance | None:

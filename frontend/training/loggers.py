@@ -55,7 +55,7 @@ class TerminalLogger:
 
     def __init__(self, num_steps: int, *, bar: bool) -> None:
         self._num_steps = num_steps
-        self._console = Console(markup=False, highlight=False, soft_wrap=True)
+        self._console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         if bar and self._console.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn())

@@ -119,6 +119,8 @@ def settled(
     if found.answer is None:
         reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
+            _, too_large, _ = found.least
+            less = "; for less memory more ranks, or ZeRO" if too_large else ""
             reasons += (
                 [f"not audited: {first_of([c.title for c in found.others])}"]
                 if found.others
@@ -129,7 +131,8 @@ def settled(
                 "ended the search, "
                 f"after {found.seconds:.0f} s",
                 why=on_lines(reasons),
-                hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule given",
+                hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule "
+                f"given{less}",
             )
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",

@@ -350,8 +350,9 @@ def _what_was_left_out(result: SearchResult) -> list[str]:
             ended += "; of the meshes that it did not come to the bound says nothing"
         words.append(ended)
     if result.not_compared:
-        compared = result.is_compared
-        which = _where_not_compared(result.not_compared) if compared else "any of them"
+        which = _where_not_compared(result.not_compared)
+        if not result.is_compared:
+            which = f"any of them ({which})"
         words.append(
             "the simple policies may have a better plan: there was no time to compare it with "
             f"{which}"

@@ -18,6 +18,7 @@ from shardwright import __version__, parallelize
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.frontend.cli.commands import command_parsers
 from shardwright.frontend.cli.main import main
+from shardwright.frontend.cli.model_arguments import make_console
 from shardwright.frontend.cli.searches import candidate_table
 from shardwright.frontend.search_plan import PlanSearch
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
@@ -49,6 +50,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return out if code == 0 else err
 
     return run
+
+
+def test_the_line_of_a_file_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    make_console().print("gencode0.py:100: loss [4/dp]")
+    assert capsys.readouterr().out == "gencode0.py:100: loss [4/dp]\n"
 
 
 def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -176,7 +176,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         ARITHMETIC,
         "the search was ended by the time limit of 1 s",
         "the simple policies may have a better plan: there was no time to compare it with "
-        "any of them",
+        "any of them (those on x=4)",
     )
     assert stated.space == f"{found.best.title}; every plan of so many ranks"
     assert stated.covers == "any plan at all"

@@ -448,9 +448,9 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
         "of what was audited is" in why[0]
         and f"         x=4: it needs {needs} kB on a device, and 1 B are allowed" in why
     )
-    assert (
-        hint
-        == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+    assert hint == (
+        "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given; "
+        "for less memory more ranks, or ZeRO"
     )
 
 

@@ -530,8 +530,8 @@ def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
             if best.cost is None
             else (amount(best.cost.peak_bytes, "B"), "audited")
         )
-        if best.apart_s != best.step_s:
-            how += f"; {amount(best.apart_s, 's')} with each message by itself"
+        if best.compared_s != best.step_s:
+            how += f"; {amount(best.compared_s, 's')} with each message by itself"
         if others:
             slowest = amount(max(candidate.step_s for candidate in others), "s")
             how += f"; {len(others)} more placed otherwise, up to {slowest}"

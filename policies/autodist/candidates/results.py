@@ -134,7 +134,7 @@ class Candidate:
         return self.predicted_s if self.cost is None else self.cost.step_s
 
     @property
-    def apart_s(self) -> float:
+    def compared_s(self) -> float:
         """The step with each message by itself, as bounds count it."""
         return self.predicted_s if self.cost is None else self.cost.compared_s
 

@@ -65,7 +65,7 @@ class _Raising:
             return True
         # A plan by rule that takes less than all that the search could cut in its place: the
         # placement chosen there is not the best, and its stages say nothing of others.
-        is_of_others = found_s > before.apart_s * (1 + 1e-9)
+        is_of_others = found_s > before.compared_s * (1 + 1e-9)
         after = replace(
             before, split_bound_s=max(self.split_bound_s, 0.0 if is_of_others else found_s)
         )
@@ -109,7 +109,7 @@ def raise_bounds(state: SearchState) -> None:
         else:
             rest.append(bound_s)
     # Nothing needs to be raised above what is certain to stay.
-    enough_s = min([result.best.apart_s, *rest, *result.unanswered.values()])
+    enough_s = min([result.best.compared_s, *rest, *result.unanswered.values()])
     # Half of what the search has taken, or the share of its first two minutes.
     clock, share = state.clock, BOUNDS_SHARES[1]
     most_s = min(share * clock.limit_s, max(share * clock.steady_s, OF_SEARCH * clock.seconds))
@@ -219,17 +219,17 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
         )
     if _gathers_weights(result, best):
         proof.append(HIDDEN)
-    if any(candidate.apart_s != candidate.step_s for candidate in result.audited):
+    if any(candidate.compared_s != candidate.step_s for candidate in result.audited):
         proof.append(BY_ITSELF)
     return Certificate(
         best.step_s,
-        min(least_s, best.apart_s) / speed,
+        min(least_s, best.compared_s) / speed,
         tuple(proof),
         _space(result, best),
         hardware.name,
         tuple(_tried(result)),
         covers=_covers(result),
-        apart_s=None if best.apart_s == best.step_s else best.apart_s,
+        apart_s=None if best.compared_s == best.step_s else best.compared_s,
     )
 
 
@@ -384,8 +384,8 @@ def _tried(result: SearchResult) -> list[str]:
     lines = []
     for candidate in result.tried:
         step = amount(candidate.step_s, "s", digits=6)
-        if candidate.apart_s != candidate.step_s:
-            step += f" ({amount(candidate.apart_s, 's', digits=6)} with each message by itself)"
+        if candidate.compared_s != candidate.step_s:
+            step += f" ({amount(candidate.compared_s, 's', digits=6)} with each message by itself)"
         bound = amount(max(candidate.bound_s, result.arithmetic_bound_s), "s", digits=6)
         lines.append(f"{candidate.title}: {step}, at least {bound}")
     for title, bound_s in result.bounds.items():

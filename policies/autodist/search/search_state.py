@@ -145,7 +145,7 @@ class SearchState:
         """
         best = self.result.best
         if best is not None:
-            return best.apart_s
+            return best.compared_s
         known = self.result.others
         return min((candidate.step_s for candidate in known), default=self.space.worth_s)
 
@@ -154,7 +154,7 @@ class SearchState:
         by itself.
         """
         best = self.result.best
-        return self.space.worth_s if best is None else min(self.space.worth_s, best.apart_s)
+        return self.space.worth_s if best is None else min(self.space.worth_s, best.compared_s)
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""

@@ -187,7 +187,7 @@ class Subsearches:
                 )
                 total.interrupted = _time_over(time_limit_s, len(self.listed))
                 continue
-            worth_s = float("inf") if total.best is None else WORTH * total.best.apart_s
+            worth_s = float("inf") if total.best is None else WORTH * total.best.compared_s
             try:
                 # The time that is left is dealt evenly among those that are left.
                 share_s = max(left, 0.0) / (len(self.listed) - index)
@@ -209,7 +209,7 @@ class Subsearches:
         total.searched = _in_words(begun)
         if total.best is not None:
             # A later search may have found what these cannot beat.
-            beaten_s = total.best.apart_s
+            beaten_s = total.best.compared_s
             unbeaten = [each for each in total.not_compared if each.bound_s < beaten_s]
             # A mesh that cannot be better counts as compared.
             total.is_compared |= len(unbeaten) < len(total.not_compared)

@@ -128,7 +128,15 @@ class PlanCost:
 
     def __str__(self) -> str:
         """A few lines: the step, and each kind of rank."""
-        # The step as a whole, each kind of rank with its time and memory, then messages.
+        return self.in_words()
+
+    def in_words(self, *, see_each: str | None = None) -> str:
+        """The step as a whole, each kind of rank with its time and memory, then messages.
+
+        ``see_each``: how the reader gets to see each kind of rank. With it, at most ``FULL_KINDS``
+        kinds are listed: of more only the first, the last, and those with most to compute and to
+        hold; the others share a line, with the range of their figures.
+        """
         lines = [
             (
                 f"step {amount(self.step_s, 's')} on {self.hardware}, peak memory "
@@ -138,39 +146,12 @@ class PlanCost:
         # Only pipelines have a bubble.
         if self.bubble:
             lines[0] += f", bubble {self.bubble:.1%}"
-        # Ranks that cost the same share one line.
-        seen: dict[tuple[Any, ...], list[int]] = {}
-        memory = {item.rank: item for item in self.memory}
-        for cost in self.ranks:
-            key = (
-                cost.compute_s,
-                tuple(cost.comm_s.items()),
-                cost.idle_s,
-                str(memory[cost.rank].by_category),
-            )
-            seen.setdefault(key, []).append(cost.rank)
-        # Ranks with equal texts are told of once: ``ranks 0-3: compute 15.1 ms, ...``.
-        by_rank = {cost.rank: cost for cost in self.ranks}
-        for ranks in seen.values():
-            cost, held = by_rank[ranks[0]], memory[ranks[0]]
-            words = [f"compute {amount(cost.compute_s, 's')}"]
-            comm = (
-                (name, seconds, cost.comm_bytes.get(name))
-                for name, seconds in cost.comm_s.items()
-                if seconds
-            )
-            words += [
-                f"{name} {_exchange(seconds, num_bytes)}" for name, seconds, num_bytes in comm
-            ]
-            words += [f"idle {amount(cost.idle_s, 's')}"] if cost.idle_s else []
-            title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
-            lines.append(f"  {title}: {', '.join(words)}")
-            parts = ", ".join(
-                f"{key} {amount(value, 'B')}" for key, value in held.by_category.items()
-            )
-            lines.append(
-                f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}"
-            )
+        kinds = self._kinds()
+        if see_each is None or len(kinds) <= FULL_KINDS:
+            for kind in kinds:
+                lines += kind.lines()
+        else:
+            lines += _shortened(kinds, see_each)
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
             told = _exchange(self.messages[longest], self.message_bytes.get(longest))
@@ -183,6 +164,21 @@ class PlanCost:
         if self.assumed:
             lines.append(f"  {self.assumes}")
         return "\n".join(lines)
+
+    def _kinds(self) -> list[_Kind]:
+        """The ranks, those together that cost the same."""
+        seen: dict[tuple[Any, ...], list[int]] = {}
+        costs = {cost.rank: cost for cost in self.ranks}
+        memory = {item.rank: item for item in self.memory}
+        for rank, cost in costs.items():
+            key = (
+                cost.compute_s,
+                tuple(cost.comm_s.items()),
+                cost.idle_s,
+                str(memory[rank].by_category),
+            )
+            seen.setdefault(key, []).append(rank)
+        return [_Kind(tuple(ranks), costs[ranks[0]], memory[ranks[0]]) for ranks in seen.values()]
 
     @property
     def beyond(self) -> str:
@@ -198,6 +194,87 @@ class PlanCost:
     def assumes(self) -> str:
         """What is taken for granted of data, in a line; empty if nothing is."""
         return f"assumed of the data: {'; '.join(self.assumed)}" if self.assumed else ""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Ranks that cost the same, and what one of them costs."""
+
+    ranks: tuple[int, ...]
+    cost: RankCost
+    memory: RankMemory
+
+    def lines(self, why: Sequence[str] = ()) -> list[str]:
+        """``ranks 0-3: compute 15.1 ms, ...``, and a line for memory. ``why``: why these ranks are
+        listed.
+        """
+        cost, held = self.cost, self.memory
+        reason = f" ({', '.join(why)})" if why else ""
+        words = [f"compute {amount(cost.compute_s, 's')}"]
+        comm = (
+            (name, seconds, cost.comm_bytes.get(name))
+            for name, seconds in cost.comm_s.items()
+            if seconds
+        )
+        words += [f"{name} {_exchange(seconds, num_bytes)}" for name, seconds, num_bytes in comm]
+        words += [f"idle {amount(cost.idle_s, 's')}"] if cost.idle_s else []
+        parts = ", ".join(f"{key} {amount(value, 'B')}" for key, value in held.by_category.items())
+        return [
+            f"  {_named(self.ranks)}{reason}: {', '.join(words)}",
+            f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}",
+        ]
+
+
+FULL_KINDS = 5
+"""How many kinds of ranks are all listed, where many would be too much to read."""
+
+
+def _shortened(kinds: Sequence[_Kind], see_each: str) -> list[str]:
+    """The lines of the first and the last kind of rank and of those with most to compute and to
+    hold, then a line for all others.
+    """
+    fullest = max(kinds, key=lambda kind: kind.memory.peak_bytes)
+    busiest = max(kinds, key=lambda kind: kind.cost.compute_s)
+    # Stages alike differ by rounding: one of them is enough.
+    if amount(fullest.cost.compute_s, "s") == amount(busiest.cost.compute_s, "s"):
+        busiest = fullest
+    lines: list[str] = []
+    others: list[_Kind] = []
+    for kind in kinds:
+        why = ["computes longest"] if kind is busiest else []
+        why += ["most memory"] if kind is fullest else []
+        if why or kind in (kinds[0], kinds[-1]):
+            lines += kind.lines(why)
+        else:
+            others.append(kind)
+    return [*lines, _in_one_line(others, see_each)]
+
+
+def _in_one_line(kinds: Sequence[_Kind], see_each: str) -> str:
+    """What the kinds of ranks cost that are not listed, from least to most:
+    ``ranks 1-2, 4: compute 451 ms to 676 ms, memory 727 MB to 3.08 GB; --all prints each``.
+    """
+    words = [
+        f"{name} {_from_to(values, unit)}"
+        for name, values, unit in (
+            ("compute", [kind.cost.compute_s for kind in kinds], "s"),
+            ("communication", [kind.cost.communication_s for kind in kinds], "s"),
+            ("idle", [kind.cost.idle_s for kind in kinds], "s"),
+            ("memory", [float(kind.memory.peak_bytes) for kind in kinds], "B"),
+        )
+        if any(values)
+    ]
+    ranks = sorted(rank for kind in kinds for rank in kind.ranks)
+    return f"  {_named(ranks)}: {', '.join(words)}; {see_each}"
+
+
+def _from_to(values: Sequence[float], unit: str) -> str:
+    least, most = amount(min(values), unit), amount(max(values), unit)
+    return least if least == most else f"{least} to {most}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
 
 
 def _exchange(seconds: float, num_bytes: float | None) -> str:

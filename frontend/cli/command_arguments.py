@@ -299,7 +299,18 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="choices to show (default: %(default)s)",
     )
+    _add_all_ranks(parser)
     parser.set_defaults(policy="autodist")
+
+
+def _add_all_ranks(parser: argparse.ArgumentParser) -> None:
+    """Whether each rank is printed, or the telling ones alone."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="print the cost of every rank; otherwise, of many different ones, the first, the "
+        "last and the extremes",
+    )
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -312,6 +323,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="microbatches whose gradients a step adds up (default: the plan's, else 1)",
     )
+    _add_all_ranks(parser)
     parser.add_argument("--json", action="store_true", help="print the cost as JSON")
     parser.add_argument(
         "--tp-plan",

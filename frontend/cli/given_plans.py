@@ -31,6 +31,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
 from shardwright.frontend.calibrate.profile import profile
 from shardwright.frontend.cli.model_arguments import (
+    SEE_EACH,
     ModelRequest,
     make_console,
     memory_limit_bytes,
@@ -117,7 +118,8 @@ def run_simulate(options: argparse.Namespace) -> int:
         )  # fmt: skip
 
     cost = cost_of(compiled)
-    print(cost.dumps() if options.json else cost)
+    see_each = None if options.all else SEE_EACH
+    print(cost.dumps() if options.json else cost.in_words(see_each=see_each))
     if not options.json:
 
         def step_on(machine: Hardware) -> float:

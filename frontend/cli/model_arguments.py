@@ -32,6 +32,9 @@ from shardwright.runtime.json_text import parse_json
 PIPE_WIDTH = 160
 """Columns of output that goes to no terminal."""
 
+SEE_EACH = "--all prints each"
+"""What is said where many ranks that differ share a line."""
+
 _AS_IMBALANCE = 'give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}'
 
 

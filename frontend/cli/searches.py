@@ -22,6 +22,7 @@ from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.plan.zero import settled_config
 from shardwright.frontend.cli.command_arguments import AUTO
 from shardwright.frontend.cli.model_arguments import (
+    SEE_EACH,
     make_console,
     on_machine,
     read_dtype,
@@ -168,7 +169,8 @@ def run_explain(options: argparse.Namespace) -> int:
         other = against(request, read_sizes(options.against))
         console.print(comparison_table(request.best, other))
     if options.op is None and options.module is None and options.against is None:
-        console.print(str(request.best.cost), soft_wrap=True)
+        see_each = None if options.all else SEE_EACH
+        console.print(request.best.cost.in_words(see_each=see_each), soft_wrap=True)
         console.print(choice_table("What would help, this plan as it is", audited_levers(request)))
         ways = attention_modes(request)
         if ways:

@@ -34,6 +34,12 @@ import zoo
 def make():
     entry = zoo.get("mlp")
     return entry.build(), entry.inputs()
+def deep():
+    import torch
+    class Deep(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+    return Deep(*(torch.nn.Linear(8, 8) for _ in range(6))), {{"x": torch.zeros(4, 8)}}
 """
 
 
@@ -92,6 +98,21 @@ def test_simulate_has_the_limit_of_the_policy(run, tmp_path: Path) -> None:  # t
     assert "limit, 2 GB" in (tmp_path / "simulated.html").read_text()
     run(f"{request} tp --hardware h100")
     assert "limit, 3 GB" not in (tmp_path / "simulated.html").read_text()
+
+
+def test_stages_of_a_long_pipeline_share_a_line(run) -> None:  # type: ignore[no-untyped-def]
+    ranks = "--plan-ngpus 6 --set use_end2end=true"
+    run(f"compile plan_models:deep --policy pp {ranks}")
+    (plan,) = Path().rglob("plan.json")
+    for command in (
+        f"simulate plan_models:deep --policy pp {ranks}",
+        f"explain plan_models:deep --plan {plan} {ranks}",
+    ):
+        listed = [line for line in run(f"{command} --all").splitlines() if ": compute" in line]
+        assert [line.split(":")[0] for line in listed] == [f"  rank {rank}" for rank in range(6)]
+        lines = [line for line in run(command).splitlines() if ": compute" in line]
+        assert len(lines) < 6 and set(lines[1:-2]) < set(listed) and listed[-1] in lines
+        assert lines[-1].startswith("  ranks ") and lines[-1].endswith("; --all prints each")
 
 
 def test_the_limit_counts_from_the_start_of_the_command(  # type: ignore[no-untyped-def]

@@ -92,7 +92,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """``num_stages x dp x cp x tp`` ranks; of stages and tp, a size left out is what remains of
     ``plan_ngpus`` (two stages if both are).
     """
-    check_end2end("hybrid", config)
+    check_end2end("policy 'hybrid'", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     axes = context_axes(options.cp, options.cp_mode, "hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)

@@ -43,11 +43,11 @@ class PipelineOptions(MemoryOptions):
     actions: tuple[str, ...] = ()
 
 
-def check_end2end(policy: str, config: ComputeConfig) -> None:
-    """A pipeline runs whole steps."""
+def check_end2end(what: str, config: ComputeConfig) -> None:
+    """A pipeline runs whole steps. ``what``: the policy or the plan that makes one, in words."""
     if not config.use_end2end:
         raise ConfigError(
-            f"policy {policy!r} needs use_end2end=True",
+            f"{what} needs use_end2end=True",
             why="a pipeline runs forward and backward of all samples itself, in train_step",
             hint="ComputeConfig(use_end2end=True, ...), on the command line --set "
             "use_end2end=true, with a model whose first result is the loss",

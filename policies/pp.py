@@ -20,7 +20,7 @@ from shardwright.runtime.errors import PlanError
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """Stages balanced by estimated time on ``plan_ngpus`` ranks."""
-    check_end2end("pp", config)
+    check_end2end("policy 'pp'", config)
     options = read_options(PipelineOptions, config.pas_config, policy="pp")
     if options.num_stages not in (None, config.plan_ngpus):
         raise PlanError(

@@ -12,6 +12,7 @@ from shardwright.compiler.plan.check import check_batch
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
+from shardwright.policies.pipeline_mesh import check_end2end
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
@@ -65,8 +66,13 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
 def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The plan of the options, on the ranks of the config, with its certificate if that is of this
     plan and these inputs.
+
+    Raises :class:`PlanError` for a plan that does not fit, and :class:`ConfigError` for a pipeline
+    without ``use_end2end``.
     """
     saved = read_plan_file(options.load_plan)
+    if saved.stages:
+        check_end2end(f"the pipeline in {options.load_plan}", config)
     # With a batch of another size many operators may not fit, and all for one reason.
     check_batch(graph, saved)
     plan = refit(saved, graph, config.plan_ngpus, options.mesh)

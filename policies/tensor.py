@@ -81,7 +81,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     _check_steps(options)
     num_stages = options.num_stages or 1
     if num_stages > 1:
-        check_end2end("tensor", config)
+        check_end2end("policy 'tensor'", config)
     else:
         _check_no_pipeline(options)
     if config.plan_ngpus % num_stages:

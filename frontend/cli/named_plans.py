@@ -90,6 +90,9 @@ class NamedPlan:
         # A table of the optimizer says a stage, too.
         if self.plan.zero_stage is not None and "distributed_optimizer" not in given:
             own["use_zero"] = self.plan.zero_stage
+        # A pipeline runs whole steps.
+        if self.plan.stages:
+            own["use_end2end"] = True
         return {**own, **given}
 
     def machine(self) -> str:
@@ -120,6 +123,8 @@ class NamedPlan:
             said[0] += f" in {_count(self.num_units, 'unit')}"
         if self.plan.zero_stage is not None:
             said.append(f"stage {self.plan.zero_stage} of ZeRO")
+        if self.plan.stages:
+            said.append("a pipeline (use_end2end=true)")
         if machine is not None and self.hardware is not None:
             said.append(self.hardware)
         if self.plan.batch is not None:

@@ -115,6 +115,18 @@ def test_stages_of_a_long_pipeline_share_a_line(run) -> None:  # type: ignore[no
         assert lines[-1].startswith("  ranks ") and lines[-1].endswith("; --all prints each")
 
 
+def test_the_file_of_a_pipeline_says_that_it_runs_whole_steps(run) -> None:  # type: ignore[no-untyped-def]
+    run("compile plan_models:deep --policy pp --plan-ngpus 2 --set use_end2end=true")
+    (plan,) = Path().rglob("plan.json")
+    again = f"verify plan_models:deep --policy saved --steps 1 --set pas_config.load_plan={plan}"
+    shown = run(again)
+    assert shown.startswith(f"{plan} is for 2 ranks, a pipeline (use_end2end=true)\n")
+    assert "compared with the model on one device" in shown
+    refused = run(f"{again} --set use_end2end=false", expected=1)
+    assert f"error: the pipeline in {plan} needs use_end2end=True\n" in refused
+    assert "--set use_end2end=true" in refused
+
+
 def test_the_limit_counts_from_the_start_of_the_command(  # type: ignore[no-untyped-def]
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,8 @@ communication libraries choose so too. With ``p`` devices on one tier of latency
 bytes/s the lines are those of textbooks (Thakur et al. 2005, "Optimization of collective
 communication operations in MPICH"):
 
-    reduce_scatter, all_gather   ring (p-1) a + (p-1)/p n/B      double tree ceil(log2 p) a + n/B
-    all_reduce                   twice that: a ring or tree in each direction
+    reduce_scatter, all_gather   ring (p-1) a + (p-1)/p n/B
+    all_reduce                   twice that, or              double tree 2 ceil(log2 p) a + 2 n/B
     all_to_all                   pairwise (p-1) a + (p-1)/p n/B
     broadcast                    chain (p-1) a + n/B             binary tree ceil(log2 p) (a + n/B)
     send                         a + n/B
@@ -18,9 +18,12 @@ A group that spans tiers:
   one. It is as fast as the slowest tier, where all members in a node use their links at once, as
   several rings with different entries do;
 - a **tree** is one tree per tier, one inside the other;
-- **hierarchical** algorithms finish each tier before the next: reduce-scatter inside the nodes,
+- a **hierarchical** all-reduce finishes each tier before the next: reduce-scatter inside the nodes,
   all-reduce the pieces between equal members of all nodes, all-gather inside. In uneven groups the
-  smallest node says into how many pieces.
+  smallest node says into how many pieces. An all-to-all can go tier by tier, too.
+
+Gathers and reduce-scatters have rings alone: NCCL's trees are for all-reduce (NVIDIA/nccl, issues
+1413, 1473 and 1594), so that over many ranks small ones wait for every hop.
 
 All groups along an axis of a mesh, or along several, communicate at once. Links that are shared
 (``Tier.uplink_bytes_per_s``, ``fabric_bytes_per_s``) are divided by the devices that use them then.
@@ -320,11 +323,12 @@ def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
     deep = sum(math.ceil(math.log2(level.fanout)) * level.link.latency_s for level in levels)
     per_byte = 1 / min(level.ring_rate for level in levels)
     if kind in ("reduce_scatter", "all_gather", "all_reduce"):
-        flat = (around, share * per_byte), (deep, per_byte)
+        ring = (around, share * per_byte)
+        if kind != "all_reduce":
+            return (ring,)
         # An all-reduce is a reduce-scatter and an all-gather.
-        passes = 2 if kind == "all_reduce" else 1
-        halves = *flat, _by_tier(levels, tree=False), _by_tier(levels, tree=True)
-        return tuple((passes * latency, passes * seconds) for latency, seconds in halves)
+        halves = ring, (deep, per_byte), _by_tier(levels, tree=False), _by_tier(levels, tree=True)
+        return tuple((2 * latency, 2 * seconds) for latency, seconds in halves)
     if kind == "all_to_all":
         pairwise = sum(level.peers * level.link.latency_s for level in levels)
         busiest = max(level.peers / num_ranks / level.rate for level in levels)

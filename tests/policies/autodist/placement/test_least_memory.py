@@ -124,7 +124,7 @@ def test_the_share_of_what_is_momentary_that_fits_first_is_not_the_last() -> Non
     )
     found = search(graph, config, replace(options, memory_limit_gb=16.9e-6), hardware)
     assert found.best is not None
-    assert not found.best.is_simple and found.best.step_s < 300e-6, "a simple policy's takes 430 us"
+    assert not found.best.is_simple and found.best.step_s < 400e-6, "the next one takes 1.8 ms"
 
 
 def test_blocks_that_are_no_list_are_computed_again_where_memory_binds() -> None:

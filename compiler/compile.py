@@ -40,7 +40,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.compiler.plan.zero import settled_config
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import on_lines
+from shardwright.runtime.errors import format_error, on_lines
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,15 @@ def compile_graph(
 
 def warn_of_work(name: str, work: WorkShare) -> None:
     """Say that ranks do much more than their part, and where."""
-    warnings.warn(
-        f"each rank of {name} does much more than its part: {work}\n"
-        f"  why:   {on_lines(work.reasons)}\n"
-        "  try:   another policy or mesh; `shardwright inspect` says why operators are not split",
-        stacklevel=3,
+    warnings.warn(uneven_work(name, work), stacklevel=3)
+
+
+def uneven_work(name: str, work: WorkShare) -> str:
+    """What is said of a model whose ranks do much more than their part, and where they do."""
+    return format_error(
+        f"each rank of {name} does much more than its part: {work}",
+        why=on_lines(work.reasons),
+        hint="another policy or mesh; `shardwright inspect` says why operators are not split",
     )
 
 

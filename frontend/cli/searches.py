@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright import __version__
-from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.compile import compile_graph, uneven_work
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.plan.amounts import amount
@@ -206,10 +206,21 @@ def _say_what_slows(console: Console, request: Request) -> None:
     launches = bound_by_launches(best.step_s, request.hardware, step_on, num_ranks)
     repeated = repeated_work(best.plan, request.config.num_units)
     host = host_unknown(best.step_s, request.hardware, step_on)
-    for told in (launches, repeated, host, slowed_by_odd_sizes(request)):
+    uneven = _uneven_work(request)
+    for told in (launches, repeated, uneven, host, slowed_by_odd_sizes(request)):
         if told is not None:
             # not markup: it has shapes in brackets
             console.print(told, soft_wrap=True, markup=False)
+
+
+def _uneven_work(request: Request) -> str | None:
+    """What a compile warns of: ranks of the plan that do much more than their part."""
+    if request.config.plan_ngpus == 1:
+        return None
+    work = request.auditor.work(request.best.plan)
+    if work is None or not work.is_uneven:
+        return None
+    return uneven_work(request.graph.name, work)
 
 
 def _check_not_searched(options: argparse.Namespace) -> None:

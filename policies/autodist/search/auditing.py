@@ -18,6 +18,7 @@ from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.call_times import OperatorTimes
+from shardwright.compiler.cost.work_share import WorkShare, work_share
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.finish import finished
 from shardwright.compiler.passes.lower import lower
@@ -85,6 +86,10 @@ class Auditor:
             gathers_ahead=self.gathers_ahead,
         )
         return cost if apart.step_s == cost.step_s else replace(cost, apart_s=apart.step_s)
+
+    def work(self, plan: Plan) -> WorkShare | None:
+        """How the ranks share the arithmetic of one device; ``None`` without products."""
+        return work_share(self._lowered(plan))
 
     def _lowered(self, plan: Plan) -> Program | PipelineProgram:
         graph = self.graph

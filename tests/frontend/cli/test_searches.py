@@ -115,6 +115,23 @@ def test_stages_of_a_long_pipeline_share_a_line(run) -> None:  # type: ignore[no
         assert lines[-1].startswith("  ranks ") and lines[-1].endswith("; --all prints each")
 
 
+def test_a_search_says_what_a_compile_warns_of(run) -> None:  # type: ignore[no-untyped-def]
+    def searched(middle: str) -> str:
+        pinned = {"up": "split:n", "middle": middle, "down": "split:k"}
+        pin = json.dumps({op: {"tp": how} for op, how in pinned.items()}).replace(" ", "")
+        settings = f'--set pas_config.mesh={{"tp":2}} --set pas_config.pin={pin} --out plan.json'
+        return run(f"plan plan_models:make --plan-ngpus 2 {settings}")
+
+    uneven = "each rank of MLP does much more than its part"
+    assert uneven not in searched("split:n")
+    shown = searched("R")
+    with pytest.warns(UserWarning, match=uneven) as warned:
+        run("simulate plan_models:make --policy saved --set pas_config.load_plan=plan.json")
+    (text,) = {str(each.message) for each in warned if uneven in str(each.message)}
+    assert text in shown and "why:   middle (linear): 50% of one device's" in text
+    assert text in run("explain plan_models:make --plan plan.json")
+
+
 def test_the_file_of_a_pipeline_says_that_it_runs_whole_steps(run) -> None:  # type: ignore[no-untyped-def]
     run("compile plan_models:deep --policy pp --plan-ngpus 2 --set use_end2end=true")
     (plan,) = Path().rglob("plan.json")

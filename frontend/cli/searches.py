@@ -146,9 +146,7 @@ def run_explain(options: argparse.Namespace) -> int:
     request = _searched(asked) if options.plan is None else _of_file(asked, options)
     plan = request.best.plan
     assert request.best.cost is not None
-    certificate = plan.certificate
-    said = f"{plan.mesh}: nothing is known of other plans" if certificate is None else certificate
-    console.print(str(said), soft_wrap=True)
+    console.print(_known_of_others(plan, asked.hardware.name), soft_wrap=True)
     _say_what_slows(console, request)
     # Each question has its own table; without one the costs and what would help are shown.
     if options.op is not None:
@@ -179,6 +177,21 @@ def run_explain(options: argparse.Namespace) -> int:
             title = "What would help, on this mesh and schedule"
             console.print(choice_table(title, levers(request)))
     return 0
+
+
+def _known_of_others(plan: Plan, machine: str) -> str:
+    """What is known of other plans on a machine: what the plan's certificate says, if that is of
+    this machine.
+    """
+    certificate = plan.certificate
+    if certificate is None:
+        return f"{plan.mesh}: nothing is known of other plans"
+    if certificate.hardware == machine:
+        return str(certificate)
+    return (
+        f"{plan.mesh}: nothing is known of other plans on {machine}, as the search was for "
+        f"{certificate.hardware}. There it has found: {certificate.claim}"
+    )
 
 
 def _searched(asked: PlanSearch) -> Request:

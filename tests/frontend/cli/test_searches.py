@@ -325,6 +325,14 @@ def test_a_plan_of_a_file_is_explained_without_a_search(
     shown = run(explain)
     assert shown.splitlines()[1] in certificate
     assert "What would help, this plan as it is" in shown and "use_zero=1" in shown
+    # The bound holds for the machine that was searched for.
+    elsewhere = run(f"{explain} --hardware h100")
+    claim = shown.splitlines()[1]
+    assert (
+        ": nothing is known of other plans on h100, as the search was for a100-80gb. There it has "
+        f"found: {claim}\n" in elsewhere
+    )
+    assert claim not in elsewhere.splitlines() and "optimal by elimination" not in elsewhere
     assert "Operator down" in run(f"{explain} --op down")
     # A plan by hand: nobody has searched for it.
     by_hand = json.loads(file.read_text())

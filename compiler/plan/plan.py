@@ -123,7 +123,8 @@ class Certificate:
     comes from and what it leaves out, a sentence each. ``found``: what was tried besides, such as
     other meshes. ``digest``: binds it to the plan (``certified.py``). ``runtime_ngpus``: the ranks
     of all units; ``num_microbatches``: how many make up the step, of a plan that has neither stages
-    nor a batch. ``None``: the file does not say.
+    nor a batch. ``None``: the file does not say. ``cut_short``: of a search that was ended before
+    it had a bound but for the arithmetic of the model, a sentence on what was looked at.
     """
 
     cost_s: float
@@ -137,6 +138,7 @@ class Certificate:
     num_microbatches: int | None = None
     covers: str = "any plan of its space"
     apart_s: float | None = None
+    cut_short: str | None = None
 
     @property
     def gap(self) -> float:
@@ -150,11 +152,15 @@ class Certificate:
     def claim(self) -> str:
         """The cost, the bound and what it is of, on one line."""
         cost, bound = (amount(seconds, "s", digits=6) for seconds in (self.cost_s, self.bound_s))
-        least = f"at least {bound} for {self.covers} (gap {self.gap:.2%}): {self.space}"
-        if self.apart_s is None:
-            return f"{cost} per step on {self.hardware}, {least}"
-        apart = amount(self.apart_s, "s", digits=6)
-        return f"{cost} per step on {self.hardware}; with each message by itself {apart}, {least}"
+        step, gap = f"{cost} per step on {self.hardware}", f"(gap {self.gap:.2%})"
+        if self.apart_s is not None:
+            step += f"; with each message by itself {amount(self.apart_s, 's', digits=6)}"
+        if self.cut_short is not None:
+            return (
+                f"{step}: {self.space}. {self.cut_short}. Others may be faster; none takes less "
+                f"than {bound}, the arithmetic of the model alone {gap}"
+            )
+        return f"{step}, at least {bound} for {self.covers} {gap}: {self.space}"
 
     def __str__(self) -> str:
         """The claim, and under it what is to be known of its bound."""

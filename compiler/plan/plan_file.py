@@ -163,7 +163,7 @@ _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},
     **{name: Key(_TEXT, True) for name in ("space", "hardware")},
     **{name: Key(_list(_TEXT), True) for name in ("proof", "found")},
-    **{name: Key(_TEXT) for name in ("digest", "covers")},
+    **{name: Key(_TEXT) for name in ("digest", "covers", "cut_short")},
     "apart_s": Key(_NUMBER),
     "runtime_ngpus": Key(_count(1)),
     "num_microbatches": Key(_count(1)),

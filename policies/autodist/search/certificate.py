@@ -36,9 +36,6 @@ OF_SEARCH = 0.5
 it.
 """
 
-EVERY = "every plan of so many ranks"
-"""The space of a bound that is the arithmetic alone."""
-
 
 @dataclass
 class _Raising:
@@ -230,7 +227,18 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
         tuple(_tried(result)),
         covers=_covers(result),
         apart_s=None if best.compared_s == best.step_s else best.compared_s,
+        cut_short=_cut_short(result, best),
     )
+
+
+def _cut_short(result: SearchResult, best: Candidate) -> str | None:
+    """A sentence on what a search has looked at that was ended before it had a bound of its own."""
+    if result.interrupted is None or not result.rests_on_arithmetic:
+        return None
+    number = len(result.tried)
+    which = "the only one" if number == 1 else f"the best of the {number}"
+    whose = "a plan by the fixed rules of a policy, and " if best.is_simple else ""
+    return f"It is {whose}{which} that the search looked at before {result.interrupted} ended it"
 
 
 def _gathers_weights(result: SearchResult, best: Candidate) -> bool:
@@ -258,7 +266,7 @@ def _gathers_weights(result: SearchResult, best: Candidate) -> bool:
 def _covers(result: SearchResult) -> str:
     """What the bound is of: meshes, and schedules of pipelines on them."""
     if result.rests_on_arithmetic:
-        return "any plan at all"
+        return "any plan at all on so many ranks"
     left_out = result.without_bound
     bounded = [candidate for candidate in result.tried if candidate.title not in left_out]
     titles = {candidate.title for candidate in bounded} | {*result.bounds, *result.unanswered}
@@ -275,7 +283,7 @@ def _covers(result: SearchResult) -> str:
 def _space(result: SearchResult, best: Candidate) -> str:
     """The plan, and among what it was chosen."""
     if result.rests_on_arithmetic:
-        return f"{best.title}; {EVERY}"
+        return best.title
     if best.is_mixed:
         assert best.cut_request is not None
         number = len(best.cut_request.placements)

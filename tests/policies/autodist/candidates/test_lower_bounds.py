@@ -4,6 +4,7 @@ search had no time.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Batch, Plan, StagePlan
+from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.frontend.cli.searches import candidate_rows
 from shardwright.policies.autodist.autodist_policy import search, search_each, settled
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC, arithmetic_bound_s
@@ -178,8 +180,22 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         "the simple policies may have a better plan: there was no time to compare it with "
         "any of them (those on x=4)",
     )
-    assert stated.space == f"{found.best.title}; every plan of so many ranks"
-    assert stated.covers == "any plan at all"
+    assert stated.covers == "any plan at all on so many ranks"
+    cost, bound = (amount(seconds, "s", digits=6) for seconds in (stated.cost_s, least))
+    assert stated.claim == (
+        f"{cost} per step on {hardware.name}: {found.best.title}. It is a plan by the fixed rules "
+        "of a policy, and the only one that the search looked at before the time limit of 1 s "
+        f"ended it. Others may be faster; none takes less than {bound}, the arithmetic of the "
+        f"model alone (gap {stated.gap:.2%})"
+    )
+    written = json.loads(settled(ended, config, hardware).dumps())
+    check_plan_file(written)
+    assert Plan.from_json(written).certificate == stated
+    ended.others = [replace(unplaced, title="x=4", cost=None, predicted_s=9.0)]
+    several = settled(ended, config, hardware).certificate
+    assert several is not None
+    assert "the best of the 2 that the search looked at before" in several.claim
+    ended.others = []
     assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")
     assert candidate_rows(ended)[0][2] == amount(least, "s")
 

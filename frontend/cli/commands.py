@@ -107,7 +107,11 @@ why. With --data: which rank reads which samples, instead.
     shardwright accept .shardwright/_parallel_modules/my_models/Gpt/_
 
 A file that was edited is not loaded, as nobody may have meant it. This makes the files as they are
-now the ones to load.""",
+now the ones to load. It checks nothing of what they compute:
+
+    shardwright verify .shardwright/_parallel_modules/my_models/Gpt/_ --outside
+
+checks them without their model, which an edited folder cannot be compared with.""",
     ),
     "trace": Command(
         add_trace,

@@ -166,8 +166,17 @@ def run_inspect(options: argparse.Namespace) -> int:
 def run_accept(options: argparse.Namespace) -> int:
     """Run ``accept``."""
     changed = accept(options.directory)
-    make_console().print(
-        f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited",
-        soft_wrap=True,
-    )
+    console = make_console()
+    if not changed:
+        console.print("nothing to accept: no file was edited", soft_wrap=True)
+        return 0
+    console.print(f"accepted {', '.join(changed)}", soft_wrap=True)
+    # Values alone change no placement.
+    if any(name.endswith(".py") for name in changed):
+        console.print(
+            f"not checked yet: `shardwright verify {options.directory} --outside` checks where "
+            "values lie on each rank, and that sums are taken. Numbers are compared with nothing, "
+            "as the folder has no model: compare a few losses with those of before",
+            soft_wrap=True,
+        )
     return 0

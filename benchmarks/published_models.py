@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     logging,
 )
+
+from shardwright.runtime.errors import did_you_mean
 
 logging.set_verbosity_error()  # random weights are meant
 
@@ -447,6 +450,31 @@ def known_sizes(model: str) -> Sizes:
     """The entry of :data:`KNOWN_SIZES` for a model; zeros if there is none."""
     names = (name for name in KNOWN_SIZES if _plain(model).startswith(_plain(name)))
     return next((KNOWN_SIZES[name] for name in names), _known(0, 0, 0, 0, 0, 0))
+
+
+def meant(model: str) -> str:
+    """What to add to a name of which no sizes are known: `` (did you mean 'LLAMA3-8B'?)``, or
+    nothing if no name with sizes is near.
+    """
+    name = model.rpartition("/")[2].strip()
+    # The letters in front must be near by themselves: sizes like ``-7B`` make all names alike.
+    near = tuple(known for known in KNOWN_SIZES if _is_near(_letters(name), _letters(known)))
+    return f" ({did_you_mean(name, near)})" if near else ""
+
+
+def _is_near(one: str, other: str) -> bool:
+    return SequenceMatcher(None, one, other).ratio() > LEAST_ALIKE
+
+
+LEAST_ALIKE = 0.75
+"""How alike the letters of two names are at least, if one may be meant by the other: ``Llamma`` and
+``LLAMA`` are (0.91), ``GPT`` and ``OPT`` are not (0.67).
+"""
+
+
+def _letters(name: str) -> str:
+    """``llama`` of ``LLAMA3.1-8B``."""
+    return re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
 
 
 def on_meta(family: Family, sizes: Sizes) -> nn.Module:

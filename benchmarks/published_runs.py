@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from fused_kernels import one_rotary_kernel
-from published_models import Family, Sizes, family_of, on_meta
+from published_models import Family, Sizes, family_of, meant, on_meta
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
@@ -238,7 +238,11 @@ def refusal(row: Row) -> str | None:
         return "a further head that predicts more tokens, which the model here has not"
     left_out = _sizes_left_out(row)
     if left_out:
-        return f"the table leaves out sizes: {', '.join(left_out)}"
+        why = f"the table leaves out sizes: {', '.join(left_out)}"
+        # The name was to say them all.
+        if {"layers", "hidden", "heads"} <= set(left_out):
+            why += f", and those of {row.model!r} are not known here{meant(row.model)}"
+        return why
     if not row.iter_s:
         return "the table has no time of a step and no tokens a second"
     if (row.experts or row.ep > 1) and not family.experts:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from published_models import Sizes, built_by_sizes, is_named, known_sizes
+from published_models import Sizes, built_by_sizes, is_named, known_sizes, meant
 from published_runs import BUT_THE_LAST, LATER_MEGATRON, PRESETS, SEQUENCE_PARALLEL, Row
 
 from shardwright.runtime.errors import ConfigError, did_you_mean
@@ -377,9 +377,11 @@ def _check_model(cells: Cells, row: Row) -> None:
     if row.experts and cells.text("moe_ffn"):
         absent = [name for name in absent if name != "ffn"]
     if absent:
+        # With these sizes a name is but a label.
+        hint = meant(row.model) if {"layers", "hidden", "heads"} <= set(absent) else ""
         cells.faults.append(
-            f"model {row.model!r} is not known here, and the table leaves out {', '.join(absent)}; "
-            f"with all sizes it is built as a {built_by_sizes(row.experts)}"
+            f"model {row.model!r} is not known here{hint}, and the table leaves out "
+            f"{', '.join(absent)}; with all sizes it is built as a {built_by_sizes(row.experts)}"
         )
 
 
@@ -390,6 +392,10 @@ def _check_plan(cells: Cells, row: Row) -> None:
         cells.faults.append(f"the schedule {schedule!r} is not known; 1F1B and interleaved are")
     elif "interleaved" in schedule.lower() and row.chunks == 1:
         cells.faults.append("the schedule is interleaved, and vp does not say by how much")
+    if row.pp == 1 and row.chunks > 1:
+        cells.faults.append(
+            f"vp says {row.chunks}, and with pp=1 there is no pipeline to interleave"
+        )
     if row.zero > 3:
         cells.faults.append(f"zero says {row.zero}; there are stages 0 to 3")
     degrees = f"tp={row.tp} pp={row.pp} cp={row.cp}"

@@ -109,6 +109,15 @@ PLAIN = {
             "model 'LLAMA MoE' is not known here, and the table leaves out top_k; with all sizes "
             "it is built as a Mixtral",
         ),
+        (
+            {"model": "Org/Llamma3-8B", "layers": "", "hidden": "", "heads": ""},
+            "model 'Org/Llamma3-8B' is not known here (did you mean 'LLAMA3-8B'?), and the table",
+        ),
+        (
+            {"model": "Mixtrall-8x7B", "layers": "", "hidden": "", "heads": ""},
+            "the table leaves out sizes: layers, hidden, heads, and those of 'Mixtrall-8x7B' are "
+            "not known here (did you mean 'Mixtral-8x7B'?)",
+        ),
         # These begin like models that are known.
         ({"model": "Llama-4-Scout"}, "model 'Llama-4-Scout' has layers of other kinds"),
         ({"model": "Nemotron-H-8B"}, "model 'Nemotron-H-8B' has layers of other kinds"),
@@ -136,6 +145,7 @@ PLAIN = {
         ({"recompute": "every other layer"}, "recompute says 'every other layer'; none, full and"),
         ({"schedule": "GPipe", "pp": "2"}, "the schedule 'GPipe' is not known"),
         ({"schedule": "interleaved", "pp": "2"}, "the schedule is interleaved, and vp does not"),
+        ({"pp": "1", "vp": "4"}, "vp says 4, and with pp=1 there is no pipeline to interleave"),
         ({"dp": "4", "tp": "1"}, "dp says 4, and 8 GPUs with tp=1 pp=1 cp=1 (the table has no co"),
         (
             {"fsdp": "2", "tp": "1", "pp": "1", "cp": "1"},

@@ -19,6 +19,7 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.module.call_checks import check_parameters
+from shardwright.runtime.module.compiled import compiled_parts
 from shardwright.runtime.module.distributed_checkpoints import watch_distributed_checkpoints
 from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.training.gradients import TrainedModel
@@ -73,9 +74,11 @@ def build_optimizer(
     same inputs on all ranks of a unit. A second call on the same parameters replaces the first.
 
     Raises :class:`ConfigError` for a combination that cannot be honoured, :class:`UsageError`
-    where state is split and parameters have gradients already, and :class:`InputError` for
-    parameters that were frozen or unfrozen since the module was compiled.
+    where state is split and parameters have gradients already, or torch has cut parameters by
+    itself, and :class:`InputError` for parameters that were frozen or unfrozen since the module was
+    compiled.
     """
+    _check_not_cut_by_torch(module)
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
     for part in model.parallel_modules:
@@ -185,6 +188,25 @@ def _frozen_of(
     compiled = (parameter for part in model.parallel_modules for parameter in part.parameters())
     known = {id(parameter) for parameter in (*reducer.parameters, *compiled)}
     return {name: parameters[name] for name in updated if id(parameters[name]) not in known}
+
+
+def _check_not_cut_by_torch(module: nn.Module) -> None:
+    """Refuse parameters that ``fully_shard`` or the like has cut, as around a parallel module whose
+    parameters it was told to ignore.
+    """
+    for name, parameter in module.named_parameters():
+        # By its name, as importing the class costs those who have none.
+        if any(cls.__name__ == "DTensor" for cls in type(parameter).__mro__):
+            parts = ", ".join(path for path in compiled_parts(module) if path)
+            alone = f"the parallel part alone ({parts})" if parts else "another module"
+            raise UsageError(
+                f"build_optimizer cannot take parameter {name!r}, which is a DTensor",
+                why="fully_shard, or whoever cut it, sums its gradient over ranks of its own, and "
+                "build_optimizer would sum it again",
+                hint="leave fully_shard out: build_optimizer sums gradients of ordinary parts, "
+                "too, and ComputeConfig(use_zero=1 to 3) splits what it would; or give "
+                f"build_optimizer {alone}, and what torch has cut an optimizer of its own",
+            )
 
 
 def _check_no_gradients(model: TrainedModel, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -47,6 +47,9 @@ class Around(nn.Module):
         self.before = nn.Linear(6, 6).double()
         self.part = part
 
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.part(self.before(x), target)
+
 
 class DeepSpeedEngine(nn.Module):
     """Named like that of a library that is not installed, and holds the module as that does."""
@@ -113,6 +116,46 @@ def test_wrappers_that_cut_parameters_again(tmp_path, group, name, is_inside):
         shard(Around(module) if is_inside else module)
     assert list(module.state_dict()) == before
     assert list(copy.deepcopy(module).state_dict()) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ordinary_parts_that_torch_cuts_around_a_parallel_module(tmp_path, group):
+    """``fully_shard`` that ignores the parameters of a parallel part leaves it alone, and trains
+    what is around it; an optimizer of both would sum gradients twice.
+    """
+    directory = write_files(tmp_path, make_model(), 1, 1)
+
+    def losses(is_cut):
+        torch.manual_seed(0)
+        model = Around(load_class(directory)())
+        if is_cut:
+            mesh = dist.init_device_mesh("cpu", (1,))
+            fully_shard(model, mesh=mesh, ignored_params=set(model.part.parameters()))
+            with pytest.raises(UsageError) as error:
+                build_optimizer(model, torch.optim.SGD, lr=0.1)
+            what, why, hint = str(error.value).split("\n")
+            assert (
+                what == "build_optimizer cannot take parameter 'before.weight', which is a DTensor"
+            )
+            assert "build_optimizer would sum it again" in why
+            assert "give build_optimizer the parallel part alone (part), and" in hint
+        optimizers = [
+            build_optimizer(model.part, torch.optim.SGD, lr=0.1),
+            torch.optim.SGD(model.before.parameters(), lr=0.1),
+        ]
+        found = []
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x, target = make_batch(0)
+            loss = model(x, target)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(is_cut=True) == losses(is_cut=False)
 
 
 def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group):

@@ -229,6 +229,9 @@ def verify(
     ):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+        # Policies of users may cut into stages without being asked for whole steps.
+        if read_plan(compiled).stages:
+            config = replace(config, use_end2end=True)
         num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples
         # Declared or found, the values of these inputs are the same in every call.
         constants = constants_of(compiled) if _has_integers(dummy_args) else []

@@ -455,12 +455,13 @@ class ParallelModule(DeclaredModule):
         Raises :class:`InputError`.
         """
         if self.end2end and not self._in_step:
+            # A pipeline runs whole steps, whatever its config says.
+            or_else = ", or compile with use_end2end=False" if self.is_called else ""
             raise UsageError(
                 f"{type(self).__name__} was compiled end to end and is not called directly",
                 why="it accumulates gradients over samples, and its schedule was made for whole "
                 "steps",
-                hint="call train_step(samples) or infer_step(samples), or compile with "
-                "use_end2end=False",
+                hint=f"call train_step(samples) or infer_step(samples){or_else}",
             )
         refuse_tracers(type(self).__name__, given.values())
         self.check_mode()

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.verification import verify as verification
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 
 
@@ -59,6 +63,19 @@ def test_nothing_stays_alive(policy: str, fields: dict[str, Any]) -> None:
     assert counts[-1] - counts[2] <= 12, counts  # caches of a first call are filled by then
     left = [name for name in set(sys.modules) - modules if name.startswith("shardwright_generated")]
     assert len(left) <= 6, left  # those of the last one go when the next module is loaded
+
+
+def test_a_pipeline_of_a_policy_by_hand_runs_whole_steps() -> None:
+    """Nobody has asked for them, and the reference draws the random numbers of two samples, too."""
+
+    def in_two_stages(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+        options = {"num_microbatches": 2}
+        asked = replace(config, use_end2end=True, pas_config=options)
+        return find_policy("pp").apply(graph, asked)
+
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2}
+    report = verify(Small(), {"x": torch.ones(4, 8)}, in_two_stages, config, steps=1)
+    assert report.ok and len(report.losses) == 2
 
 
 def test_a_model_without_a_loss_is_told_so() -> None:

@@ -189,8 +189,7 @@ def test_calling_the_module_is_refused(files):
         "Net was compiled end to end and is not called directly\n"
         "  why:   it accumulates gradients over samples, and its schedule was made for whole "
         "steps\n"
-        "  try:   call train_step(samples) or infer_step(samples), or compile with "
-        "use_end2end=False"
+        "  try:   call train_step(samples) or infer_step(samples)"
     )
     text = failing(files, lambda module: module.register_forward_hook(print), UsageError)
     assert text.startswith("a forward hook on the parallel module Net would never run\n")

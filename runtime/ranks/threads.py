@@ -71,19 +71,20 @@ class ThreadTransport:
 
     def start_all_gathers(self, xs: list[Tensor], results: list[Tensor]) -> Work:
         number, meeting = self._join(
-            f"all_gather({', '.join(map(_describe, xs))})", torch.cat(xs), torch.stack
+            f"all_gather({', '.join(map(_describe, xs))})",
+            xs,
+            lambda given: [torch.stack(rows) for rows in zip(*given, strict=True)],
         )
         return _ThreadWorks(self._hub, meeting, self._index, number, results)
 
     def reduce_scatters(self, xs: list[Tensor], results: list[Tensor]) -> None:
-        rows = self._meet(
+        sums = self._meet(
             f"reduce_scatter({', '.join(map(_describe, xs))})",
-            torch.cat(xs, 1),
-            lambda given: _reduce(given, "sum").unbind(),
+            xs,
+            lambda given: [_reduce(list(x), "sum").unbind() for x in zip(*given, strict=True)],
         )
-        lengths = [result.numel() for result in results]
-        for result, part in zip(results, rows[self._index].split(lengths), strict=True):
-            result.copy_(part)
+        for result, rows in zip(results, sums, strict=True):
+            result.copy_(rows[self._index])
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         rows = self._meet(
@@ -185,7 +186,7 @@ class _ThreadWork:
 
 @dataclass(frozen=True, eq=False)
 class _ThreadWorks:
-    """A gather of several tensors under way, one behind the other in each row of its outcome."""
+    """A gather of several tensors under way."""
 
     hub: Hub
     meeting: Meeting
@@ -194,10 +195,9 @@ class _ThreadWorks:
     results: list[Tensor]
 
     def wait(self) -> None:
-        rows = self.hub.outcome(self.meeting, self.index, self.number)
-        lengths = [result.shape[1] for result in self.results]
-        for result, part in zip(self.results, rows.split(lengths, 1), strict=True):
-            result.copy_(part)
+        outcome = self.hub.outcome(self.meeting, self.index, self.number)
+        for result, rows in zip(self.results, outcome, strict=True):
+            result.copy_(rows)
 
 
 class ThreadMessages:

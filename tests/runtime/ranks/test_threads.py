@@ -211,6 +211,8 @@ BLOCKING = {
     "all_reduce": lambda c, x: c.all_reduce(x),
     "all_gather": lambda c, x: c.all_gather_cat(x),
     "reduce_scatter": lambda c, x: c.reduce_scatter(x),
+    "several all_gathers": lambda c, x: c.all_gather_together_async([x[:2], x[2:]]).wait(),
+    "several reduce_scatters": lambda c, x: c.reduce_scatter_together([x[:2], x[2:]]),
     "all_to_all": lambda c, x: c.all_to_all([x[:3], x[3:]], [(3,), (3,)]),
     "broadcast": lambda c, x: c.broadcast(x, 1),
     "messages": lambda c, x: c.send(x, 0) if c.index else c.receive((6,), torch.float32, 1),

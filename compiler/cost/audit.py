@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.cost.assumptions import assumptions
+from shardwright.compiler.cost.machine.backend import Backend
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
@@ -80,7 +81,7 @@ def audit(
     )
     return replace(
         cost,
-        memory=_memory(program, config, optimizer, count),
+        memory=_memory(program, config, optimizer, count, hardware.backend),
         extrapolated=extrapolated(program, config, hardware, times, optimizer),
         assumed=assumptions(program),
     )
@@ -91,10 +92,13 @@ def _memory(
     config: ComputeConfig,
     optimizer: OptimizerMemory,
     num_microbatches: int,
+    backend: Backend,
 ) -> tuple[RankMemory, ...]:
     if isinstance(program, PipelineProgram):
-        return pipeline_memory(program, config, optimizer)
-    memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
+        return pipeline_memory(program, config, optimizer, backend)
+    memory_of = program_memory(
+        program, config, optimizer, num_microbatches=num_microbatches, backend=backend
+    )
     return tuple(memory_of.at(rank) for rank in range(config.plan_ngpus))
 
 
@@ -126,8 +130,8 @@ def time_of_step(
     *,
     gathers_ahead: bool = True,
 ) -> PlanCost:
-    """The cost of a step without its memory, which no machine changes: for fits that price one
-    program on many machines.
+    """The cost of a step without its memory, which hardly depends on the machine: for fits that
+    price one program on many machines.
     """
     # Stages have a schedule; one mesh has a body, and what follows its backward.
     if isinstance(program, PipelineProgram):

@@ -13,7 +13,8 @@ two can come together: 4 MB beside the next 4 MB. The layer has three gathers in
 A group stays within one layer (a stretch of one numbered module and one recompute region), and all
 that reads its weights lies there, so that layers stay alike. What activations need beside the
 weights differs from place to place. So the memory of a step is predicted with and without groups,
-and groups that would raise its peak are split at the ends of layers, or left out.
+and groups that would raise its peak are split at the ends of layers, or left out. A compile knows
+no machine: the memory is that over gloo, where summing the gradients of a group takes most.
 
 Activations that are gathered right in front of the operator that reads them, such as keys and
 values of attention, are whole at the same time in any case. They come together unless what their

@@ -288,6 +288,7 @@ def describe(measured: dict[str, Any]) -> Hardware:
         measurements={
             key: value for key, value in measured.items() if key not in ("device", "sizes")
         },
+        backend="gloo" if "host" in measured else "nccl",
     )
 
 

@@ -102,10 +102,16 @@ class Details:
         count = num_microbatches or _microbatches(program)
         if isinstance(program, PipelineProgram):
             stages = _stages(parts, ranks, bodies)
-            moments = pipeline_memory_over_time(program, config, optimizer)
+            moments = pipeline_memory_over_time(program, config, optimizer, hardware.backend)
         else:
             stages = []
-            alone = memory_over_time(program, config, optimizer, num_microbatches=count)
+            alone = memory_over_time(
+                program,
+                config,
+                optimizer,
+                num_microbatches=count,
+                backend=hardware.backend,
+            )
             moments = {tuple(range(config.plan_ngpus)): alone}
         return cls(
             _facts(compiled, parts, cost, hardware, count),

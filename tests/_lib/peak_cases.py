@@ -10,6 +10,8 @@ import torch
 from peak_ranks import PeakCase, predicted
 from spawn import run_processes
 
+from shardwright.compiler.cost.machine.backend import Backend
+
 BLOCKS = ("transformer.h.*",)
 BF16 = torch.bfloat16
 
@@ -123,6 +125,16 @@ PACKED = [
 ]
 
 
+# Of the layers of a block the first three come together. What sums gradients is there at the peak.
+WIDTHS = (192, 64, 64, 64, 192)
+WEIGHTS = [
+    PeakCase("dp", 1, 2, fields={"use_zero": 3}, widths=WIDTHS),
+    PeakCase("dp", 1, 2, fields={"use_zero": 3} | table(), dtype=BF16, widths=WIDTHS),
+    PeakCase("dp", 1, fields={"use_zero": 2}, widths=WIDTHS),
+    PeakCase("dp", 1, fields={"use_zero": 2}, widths=WIDTHS, optimizer=MUON),
+]
+
+
 @dataclass(frozen=True)
 class Group:
     """Plans on as many ranks, and how far their predictions may be below and above what is
@@ -151,18 +163,22 @@ GROUPS = {
     # Documents decide how many queries a rank computes for others, and are known at run time only:
     # the prediction is that of a row with which it computes as many as it ever may.
     "packed": Group(4, PACKED[:2], 0.005, 0.01, of_most=True),
+    "weights": Group(2, WEIGHTS, 0.001, 0.001, of_most=True),
     "one document": Group(4, PACKED[2:], 0.005, 0.05, of_most=True),
 }
 
 
-def deviations(folder: str, group: Group) -> tuple[list[str], list[str]]:
-    """Run the plans of a group on ranks that are processes. Returns all lines that compare a
-    prediction with what was measured, and those of them that differ by more than they may.
+def deviations(folder: str, group: Group, backend: Backend = "gloo") -> tuple[list[str], list[str]]:
+    """Run the plans of a group on ranks that are processes; for NCCL there are fake devices.
+    Returns all lines that compare a prediction with what was measured, and those of them that
+    differ by more than they may.
     """
-    measured = run_processes(group.num_ranks, "peak_ranks:measure", folder, group.cases)
+    measured = run_processes(
+        group.num_ranks, "peak_ranks:measure", folder, group.cases, fake_cuda=backend == "nccl"
+    )
     lines, wrong = [], []
     for number, case in enumerate(group.cases):
-        peaks = predicted(case, group.num_ranks)
+        peaks = predicted(case, group.num_ranks, backend)
         found = [of_rank[number] for of_rank in measured]
         pairs = {
             f"rank {rank}": (peaks[rank % len(peaks)], theirs) for rank, theirs in enumerate(found)

@@ -55,5 +55,5 @@ def test_the_tables_name_every_preset_and_every_key() -> None:
     assert {*fields["device"], *fields["tiers"][0], "streams", "kinds", "uplink_bytes_per_s"} - {
         "name"
     } <= documented
-    assert {"residuals", "sources", "measurements"} <= documented
+    assert {"residuals", "sources", "measurements", "backend"} <= documented
     assert Hardware.from_json(json.loads(blocks("json")[0]), 3).num_devices == 3

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.compiler.cost.fake.fake_kernels import FakeKernels
+from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend, reduce_scatter_bytes
 from shardwright.compiler.ir.identifier import axis_variable
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
@@ -38,6 +39,7 @@ from shardwright.runtime.in_pieces import (
 )
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.pieces import piece_lengths
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import AxisGroup
@@ -55,6 +57,7 @@ class FakeRank:
 
     ``rng``: how it draws random numbers. ``zeros``: its tensors are real ones, filled with zeros,
     for the few functions that look at numbers. ``device``: where its operators make tensors.
+    ``backend``: what it communicates through, as far as that needs memory.
 
     Dynamic sizes are those of the dummy arguments. Tensors are on the CPU, so torch chooses the
     kernels of that device.
@@ -67,7 +70,9 @@ class FakeRank:
         *,
         zeros: bool = False,
         device: str = "cpu",
+        backend: Backend = MOST_MEMORY,
     ) -> None:
+        self.backend: Backend = backend
         self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
         # Fake tensors have shapes and no memory; real zeros are for measuring.
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
@@ -81,7 +86,7 @@ class FakeRank:
         )
 
     def _group(self, name: str, size: int, index: int) -> AxisGroup:
-        transport = _Silence() if size > 1 else None
+        transport = _Silence(self.backend, size) if size > 1 else None
         return AxisGroup(
             name, Communicator(transport, tuple(range(size)), index, name, self._counters)
         )
@@ -240,6 +245,16 @@ class FakeRank:
             else int(eval(to_python(size), {**self.axes, **_sizes(size)}))
         )
 
+    def summing_bytes(self, step: AdapterStep, sizes: Sequence[int], *, evenly: bool = True) -> int:
+        """What :func:`reduce_scatter_bytes` says of a reduce-scatter over the ranks of a step."""
+        num_ranks = self.mesh.num_ranks(step.axes)
+        return reduce_scatter_bytes(sizes, num_ranks, self.backend, evenly=evenly)
+
+    def cuts_evenly(self, step: AdapterStep) -> bool:
+        """Whether the pieces of an adapter step are as large as each other."""
+        assert step.cut is not None
+        return len(set(piece_lengths(self._cut(step.cut), self.mesh.num_ranks(step.axes)))) == 1
+
     def _cut(self, cut: CutSizes) -> Cut:
         return Cut(
             tuple(map(self.number, cut.segments)),
@@ -291,7 +306,13 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class _Silence:
-    """The transport of a group that sends nothing: what arrives has a shape, but no numbers."""
+    """The transport of a group that sends nothing: what arrives has a shape, but no numbers. It
+    takes the memory that the backend needs.
+    """
+
+    def __init__(self, backend: Backend, size: int) -> None:
+        self._backend: Backend = backend
+        self._size = size
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
 
@@ -307,14 +328,13 @@ class _Silence:
         return _Done()
 
     def reduce_scatters(self, xs: list[Tensor], results: list[Tensor]) -> None:
-        for x in xs:
-            torch.empty_like(x), torch.empty_like(x)  # the rows end to end, and what gloo receives
+        self._use(xs)
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         return _Done()
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        torch.empty_like(x)  # where gloo receives the rows that it adds
+        self._use([x])
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         return _Done()
@@ -333,6 +353,12 @@ class _Silence:
     def send(self, x: Tensor, dst_index: int) -> None: ...
 
     def receive_(self, x: Tensor, src_index: int) -> None: ...
+
+    def _use(self, summed: list[Tensor]) -> None:
+        """Make for a moment what a reduce-scatter of these needs beside them."""
+        sizes = [x.nbytes for x in summed]
+        num_bytes = reduce_scatter_bytes(sizes, self._size, self._backend)
+        torch.empty(num_bytes, dtype=torch.uint8)
 
     def barrier(self) -> None: ...
 

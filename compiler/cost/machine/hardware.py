@@ -22,11 +22,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.compiler.cost.machine.backend import Backend
 from shardwright.compiler.cost.machine.device import Device as Device
 from shardwright.compiler.cost.machine.device import device_json, read_device
 from shardwright.compiler.cost.machine.json_fields import Fields
@@ -98,8 +99,9 @@ class Tier:
 @checked_fields
 @dataclass(frozen=True)
 class Hardware:
-    """All devices of a job. Its :meth:`digest` covers what decides costs: device and tiers.
+    """All devices of a job. Its :meth:`digest` covers what decides costs: device, tiers, backend.
 
+    ``backend``: what ranks communicate through, which decides how much memory messages need.
     ``residuals``: the relative errors of a calibration, by what was fitted (``"all_reduce"``).
     ``sources``: where numbers come from, by JSON path. ``measurements``: the raw points of a
     calibration.
@@ -111,6 +113,7 @@ class Hardware:
     residuals: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     measurements: Mapping[str, Any] = field(default_factory=dict)
+    backend: Backend = "nccl"
 
     def __post_init__(self) -> None:
         _check_tiers(self.tiers, self.name)
@@ -123,7 +126,7 @@ class Hardware:
         return sum(self.tiers[-1].sizes)
 
     def digest(self) -> str:
-        """A SHA-256 of device and tiers."""
+        """A SHA-256 of device, tiers and backend."""
         return self._digest
 
     @cached_property
@@ -134,7 +137,12 @@ class Hardware:
     @cached_property
     def _digest(self) -> str:
         tiers = [_tier_json(replace(tier, rule=None)) for tier in self.tiers]
-        data = {"num_devices": self.num_devices, "device": device_json(self.device), "tiers": tiers}
+        data = {
+            "num_devices": self.num_devices,
+            "device": device_json(self.device),
+            "tiers": tiers,
+            **self._backend_json(),
+        }
         # Names, sources and measurements are for people: they change no cost.
         decisive = json.dumps(data, sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
@@ -152,8 +160,13 @@ class Hardware:
             "num_devices": self.num_devices,
             "device": device_json(self.device),
             "tiers": [_tier_json(tier) for tier in self.tiers],
+            **self._backend_json(),
             **extra,
         }
+
+    def _backend_json(self) -> dict[str, str]:
+        # Left out where it is the usual one.
+        return {} if self.backend == "nccl" else {"backend": self.backend}
 
     def dumps(self) -> str:
         """The text of a hardware file."""
@@ -187,6 +200,7 @@ class Hardware:
             residuals=fields.numbers("residuals", optional=True),
             sources=fields.texts("sources", optional=True),
             measurements=fields.mapping("measurements", optional=True),
+            backend=_read_backend(fields),
         )
         fields.finish("num_devices")
         return hardware
@@ -329,6 +343,16 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
             hint="ask for fewer devices, calibrate with more ranks, or add a tier with sizes "
             "'all' that joins the groups",
         )
+
+
+def _read_backend(fields: Fields) -> Backend:
+    if not fields.has("backend"):
+        return "nccl"
+    name = fields.text("backend")
+    for backend in get_args(Backend):
+        if name == backend:
+            return backend  # type: ignore[no-any-return]
+    raise fields.error("backend", f"is {' or '.join(get_args(Backend))}")
 
 
 def _read_tier(fields: Fields, num_devices: int) -> Tier:

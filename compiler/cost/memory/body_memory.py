@@ -36,7 +36,7 @@ from shardwright.compiler.cost.memory.footprint import Footprints, Forward, Tens
 from shardwright.compiler.cost.memory.gathered_tensors import GatheredTensors
 from shardwright.compiler.cost.memory.ledger import ACTIVATION, TEMPORARY, Ledger
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program
 from shardwright.compiler.plan.repeated_blocks import (
     Run,
     gathered_until,
@@ -120,7 +120,7 @@ class BodyMemory:
         self.nodes: list[Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
-        self._gathered = GatheredTensors(program, footprints.rank.mesh, ledger, summed_in)
+        self._gathered = GatheredTensors(program, footprints.rank, ledger, summed_in)
         self._views: set[int] = set()  # storages of gradients that are views
         self._temporary_bytes = 0  # what the last instruction needed beside its results
         # Weights whose gradients are computed beside an adapter's backward, and the nodes of their
@@ -178,7 +178,7 @@ class BodyMemory:
             node = self._run(instruction, bound, keeps=region is None)
             if not isinstance(instruction, Loop) and instruction.meanwhile:
                 until = position + instruction.meanwhile
-                buffers = self.ledger.new(self._temporary_bytes, TEMPORARY)
+                buffers = self.ledger.new(self._started_bytes(instruction), TEMPORARY)
                 under_way.append((self.ledger.hold(buffers), until))
             self.release([buffers for buffers, until in under_way if until == position])
             if node is not None:
@@ -189,6 +189,15 @@ class BodyMemory:
                     self._gathered.comes_to(region)
             self._gathered.drop((over or {}).get(position, ()))
         return bound
+
+    def _started_bytes(self, instruction: Adapt | Compute) -> int:
+        """The bytes that the message of the last instruction holds while it is under way."""
+        sent = (
+            self._gathered.sent_bytes(instruction, "forward")
+            if isinstance(instruction, Adapt)
+            else 0
+        )
+        return max(sent, self._temporary_bytes)
 
     def _run(
         self, instruction: Instruction, bound: list[int], *, keeps: bool, again: bool = False
@@ -315,14 +324,12 @@ class BodyMemory:
         remaining: dict[str, int],
     ) -> None:
         """Run the backward of an adapter, and compute the gradients of weights beside it. Meanwhile
-        what came in is held, and so are the summands of a reduce-scatter: those that are sent, and
-        those that arrive.
+        what came in is held, and what a reduce-scatter needs.
         """
         held = [self.ledger.hold(gradient[1]) for gradient in incoming if gradient is not None]
         self.differentiate(node, incoming, gradients, remaining)
-        if adapter.step.backward == "reduce_scatter":
-            whole_bytes = self._gathered.bytes_of(adapter)
-            held += [self.ledger.hold(self.ledger.new(whole_bytes, TEMPORARY)) for _ in range(2)]
+        sent = self.ledger.new(self._gathered.sent_bytes(adapter, "backward"), TEMPORARY)
+        held.append(self.ledger.hold(sent))
         for weight in adapter.beside:
             # There is none if no gradient came to the product.
             if weight.name in self._left:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardwright.compiler.cost.local_calls import estimated_size, local_shape
+from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
 from shardwright.compiler.cost.memory.footprint import Footprints, TensorForm, footprints_of
 from shardwright.compiler.cost.memory.gradient_books import GradientBooks
@@ -28,7 +29,8 @@ from shardwright.runtime.zero.settings import ReductionSettings
 
 
 class Books:
-    """The ledger of one rank, and what it says of gradients.
+    """The ledger of one rank, and what it says of gradients. The rank communicates through
+    ``backend``.
 
     ``gradients``: the books of its parameters' gradients, when it trains. ``summed_in``: a function
     from the dtype of a parameter to the dtype in which its gradient is summed.
@@ -37,12 +39,17 @@ class Books:
     gradients: GradientBooks
 
     def __init__(
-        self, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory, trains: bool
+        self,
+        mesh: Mesh,
+        config: ComputeConfig,
+        optimizer: OptimizerMemory,
+        trains: bool,
+        backend: Backend = MOST_MEMORY,
     ) -> None:
         self.mesh, self.config, self.optimizer, self.trains = mesh, config, optimizer, trains
         self.ledger = Ledger()
         self.footprints = footprints_of(
-            mesh, "plan_independent" if config.rng == "plan_independent" else "fast"
+            mesh, "plan_independent" if config.rng == "plan_independent" else "fast", backend
         )
         self.summed_in = ReductionSettings(table=config.optimizer_table).gradient_dtype
         self._trained: set[str] = set()
@@ -105,7 +112,12 @@ class Books:
             used = [value.name for program in programs for value in program.graph.used_parameters]
             listed = [trained[names[index]] for index in in_use_order(names, used)]
             self.gradients = GradientBooks(
-                self.ledger, listed, self.config, self.optimizer, staged=staged
+                self.ledger,
+                listed,
+                self.config,
+                self.optimizer,
+                staged=staged,
+                backend=self.footprints.rank.backend,
             )
         # The peak counts from here on.
         self.ledger.restart()

@@ -23,6 +23,7 @@ from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank, sizes_r
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.fake.saved_tensors import saving_to
 from shardwright.compiler.cost.local_calls import local_shape
+from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend
 from shardwright.compiler.cost.step_calls import (
     SHORT,
     extrapolated,
@@ -112,27 +113,43 @@ class Backward:
     exact: bool = True
 
 
+_Found = tuple[dict[object, Forward], dict[object, Backward]]
+"""The footprints that are known, by what they are of."""
+
+
 @lru_cache(maxsize=64)
-def footprints_of(mesh: Mesh, rng: RngMode = "fast") -> Footprints:
-    """The footprints on a mesh. There is one object per mesh in this process, so that nothing runs
-    twice.
+def footprints_of(mesh: Mesh, rng: RngMode = "fast", backend: Backend = MOST_MEMORY) -> Footprints:
+    """The footprints on a mesh. There is one object per mesh and backend in this process, so that
+    nothing runs twice. Those of one mesh share what they know of operators.
     """
-    return Footprints(mesh, rng)
+    return Footprints(mesh, rng, backend, _found_on(mesh, rng))
+
+
+@lru_cache(maxsize=64)
+def _found_on(mesh: Mesh, rng: RngMode) -> _Found:
+    return {}, {}
 
 
 class Footprints:
-    """The footprints of instructions on the rank at index 0 of every axis of ``mesh``."""
+    """The footprints of instructions on the rank at index 0 of every axis of ``mesh``, which
+    communicates through ``backend``. ``found``: those that are known, which it adds to.
+    """
 
-    def __init__(self, mesh: Mesh, rng: RngMode = "fast") -> None:
-        self.rank = FakeRank(mesh, rng=rng)
-        self._forwards: dict[object, Forward] = {}
-        self._backwards: dict[object, Backward] = {}
+    def __init__(
+        self,
+        mesh: Mesh,
+        rng: RngMode = "fast",
+        backend: Backend = MOST_MEMORY,
+        found: _Found | None = None,
+    ) -> None:
+        self.rank = FakeRank(mesh, rng=rng, backend=backend)
+        self._forwards, self._backwards = ({}, {}) if found is None else found
 
     def forward(
         self, instruction: Instruction, operands: Sequence[TensorForm], *, trains: bool = True
     ) -> Forward:
         """The footprint of an instruction's forward. ``trains``: whether autograd records it."""
-        key = (_signature(instruction), tuple(operands), trains)
+        key = (self._signature(instruction), tuple(operands), trains)
         if key not in self._forwards:
             try:
                 self._forwards[key] = self._run_forward(instruction, operands, trains)
@@ -156,7 +173,7 @@ class Footprints:
         wanted = tuple(i for i in chosen if operands[i].requires_grad)
         if not wanted:
             return Backward((), (), (), (), 0, ())
-        key = (_signature(instruction), tuple(operands), tuple(incoming), wanted)
+        key = (self._signature(instruction), tuple(operands), tuple(incoming), wanted)
         if key not in self._backwards:
             try:
                 self._backwards[key] = self._run_backward(instruction, operands, incoming, wanted)
@@ -170,6 +187,12 @@ class Footprints:
                     wanted, forms, numbers, made, sum(made), views, isinstance(instruction, Adapt)
                 )
         return self._backwards[key]
+
+    def _signature(self, instruction: Instruction) -> object:
+        """A key that is equal for instructions that do the same with memory."""
+        # An operator does not communicate.
+        backend = None if isinstance(instruction, Compute) else self.rank.backend
+        return _signature(instruction), backend
 
     # ---------------------------------------------------------------------------------------------
     # running

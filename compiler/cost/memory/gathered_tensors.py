@@ -14,15 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 
+from shardwright.compiler.cost.fake.fake_rank import FakeRank
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.memory.footprint import TensorForm
 from shardwright.compiler.cost.memory.ledger import ACTIVATION, Ledger
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Adapt, Instruction, Program, gathers_at, joins
-from shardwright.runtime.layout import Mesh
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class _Gathered:
 
 
 class GatheredTensors:
-    """What of a program's gathered tensors is on a rank of ``mesh``, while its walk goes on.
+    """What of a program's gathered tensors is on ``rank``, while its walk goes on.
 
     ``whole``: the storages of those that are there in the forward, by name of the value.
     ``summed_in``: gives the dtype in which the gradient of a weight is summed, from that of the
@@ -46,11 +50,12 @@ class GatheredTensors:
     def __init__(
         self,
         program: Program,
-        mesh: Mesh,
+        rank: FakeRank,
         ledger: Ledger,
         summed_in: Callable[[torch.dtype], torch.dtype],
     ) -> None:
-        self._mesh, self._ledger, self._summed_in = mesh, ledger, summed_in
+        self._rank = rank
+        self._mesh, self._ledger, self._summed_in = rank.mesh, ledger, summed_in
         self.whole: dict[str, int] = {}
         # The gathers of one collective, by the names of their results.
         groups = [
@@ -229,7 +234,7 @@ class GatheredTensors:
 
     def _joined_bytes(self, adapter: Adapt) -> int:
         """The bytes that it takes to sum the gradients of several gathered values in one
-        collective, beyond those of one: the others' rows and pieces, and all rows end to end.
+        collective, beyond those of one.
 
         They are there from the first of the gathers whose backward runs, which is the last.
         """
@@ -242,19 +247,20 @@ class GatheredTensors:
             return 0
         pieces = sum(local_bytes(a.step.before, a.of.dtype, self._mesh) for a in summed[:-1])
         wholes = [self.bytes_of(adapter) for adapter in summed]
-        # What one alone takes is counted where its adapter is. Of activations all whole gradients
-        # are there in any case: only what is sent and what comes is there beside them.
-        if not adapter.gathers_weight:
-            return pieces + 2 * sum(wholes[:-1])
-        # All whole gradients are there, their copies end to end beside them, and the pieces that
-        # come out.
-        return pieces + sum(wholes[:-1]) + sum(wholes)
+        # All whole gradients are there in any case. What one alone takes is counted where its
+        # adapter is.
+        room = partial(self._rank.summing_bytes, adapter.step)
+        alone = room(wholes[-1:])
+        if adapter.gathers_weight:
+            return pieces + room(wholes) - alone
+        # Of activations the ranks' pieces are put into one tensor, which is sent.
+        return pieces + sum(wholes[:-1]) + room([sum(wholes)]) - alone
 
     def _cast_bytes(self, adapter: Adapt, piece: TensorForm) -> int:
         """The bytes that it takes to sum the gradient of a gathered weight in another dtype.
 
-        These are a copy of the whole gradient in that dtype, and what the room for the sum and this
-        rank's piece of it have more than in the weight's dtype.
+        These are a copy of the whole gradient in that dtype, and what this rank's piece of the sum
+        and the room for summing have more than in the weight's dtype.
         """
         if not adapter.gathers_weight:
             return 0
@@ -262,6 +268,23 @@ class GatheredTensors:
         if wide == narrow:
             return 0
         whole = local_bytes(adapter.step.after, piece.dtype, self._mesh) // narrow
-        # The whole gradient in the wide dtype, and what gradient and piece take more than in the
-        # narrow one, in which they are counted elsewhere.
-        return whole * wide + (whole + piece.num_bytes // narrow) * (wide - narrow)
+        # In the narrow dtype piece and room are counted elsewhere.
+        room, counted = (
+            self._rank.summing_bytes(adapter.step, [whole * size]) for size in (wide, narrow)
+        )
+        return whole * wide + piece.num_bytes // narrow * (wide - narrow) + room - counted
+
+    def sent_bytes(self, adapter: Adapt, direction: Direction) -> int:
+        """The bytes that a started reduce-scatter holds until it is waited for: a copy of what is
+        summed, and what summing takes; 0 if an adapter does none in this direction.
+        """
+        step = adapter.step
+        kind, whole = {
+            "forward": (step.kind, step.before),
+            "backward": (step.backward, step.after),
+        }[direction]
+        if kind != "reduce_scatter":
+            return 0
+        num_bytes = local_bytes(whole, adapter.of.dtype, self._mesh)
+        evenly = self._rank.cuts_evenly(step)
+        return num_bytes + self._rank.summing_bytes(step, [num_bytes], evenly=evenly)

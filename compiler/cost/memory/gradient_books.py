@@ -8,8 +8,8 @@ Gradients that are summed over ranks move into buckets.
   this rank's slice of it takes its place.
 - With ``contiguous_grad_buffer=False`` gradients are tensors of their own, and a buffer exists only
   while they are summed.
-- A reduce-scatter takes as much room again as its bucket, for two buckets at most. Gloo needs that
-  room. Other transports may need less, so this is an upper bound.
+- A reduce-scatter over gloo takes as much room again as its bucket, for two buckets at most. Over
+  NCCL that is so only where ranks update whole parameters, and slices differ in size.
 
 Example: parameters of 40 and 60 elements in float32 make a bucket of ``(100 + 2) * 4`` bytes, with
 one flag per parameter. On 4 ranks of ZeRO-2 what stays after the backward is a slice of 100 bytes.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardwright.compiler.cost.machine.backend import Backend, reduce_scatter_bytes
 from shardwright.compiler.cost.memory.ledger import Ledger
 from shardwright.compiler.cost.memory.trained_parameters import (
     Trained,
@@ -66,6 +67,7 @@ class GradientBooks:
 
     ``made``: the storages of gradients that a backward has made and that stay. Its keys are names
     of parameters and buckets. ``reduces``: whether this backward is the last one of the step.
+    ``backend``: what sums gradients.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class GradientBooks:
         optimizer: OptimizerMemory,
         *,
         staged: bool,
+        backend: Backend,
     ) -> None:
+        self._backend: Backend = backend
         self._ledger, self._config, self._optimizer = ledger, config, optimizer
         self._trained = {item.name: item for item in trained}
         self._settings = ReductionSettings.of(config, config.num_units)
@@ -119,14 +123,19 @@ class GradientBooks:
         parameter's own.
         """
         bucket = self._bucket_of.get(name)
-        if bucket is None or (bucket.is_split and not self._settings.contiguous_gradients):
+        if bucket is None:
             self._keep(name, storage)
-        else:
+            return
+        moves = not bucket.is_split or self._settings.contiguous_gradients
+        if moves:
             self._allocate(bucket)
+        else:
+            self._keep(name, storage)
+        bucket.arrived.add(name)
+        self._begin_complete()
+        # Autograd holds what it has made while its hook begins the sum of a bucket.
+        if moves:
             self._ledger.release(storage)
-        if bucket is not None:
-            bucket.arrived.add(name)
-            self._begin_complete()
 
     def standing(self, name: str) -> object:
         """What a backward finds for the gradient of a parameter: parameters of equal standing are
@@ -289,8 +298,15 @@ class GradientBooks:
         ledger = self._ledger
         self._allocate(bucket)
         if bucket.is_split and self._settings.scatters and bucket.members[0].shards > 1:
-            rows = ledger.new(round(bucket.length * bucket.element_bytes), TEMPORARY)
-            self._exchanges.append(ledger.hold(rows))
+            # A rank receives its slice from every rank.
+            received = bucket.slice_elements * bucket.members[0].shards
+            num_bytes = reduce_scatter_bytes(
+                [round(received * bucket.element_bytes)],
+                bucket.members[0].shards,
+                self._backend,
+                evenly=received == bucket.length,
+            )
+            self._exchanges.append(ledger.hold(ledger.new(num_bytes, TEMPORARY)))
             ledger.use(0, "sum of gradients")
             # The reducer waits for the oldest sum before it begins another one.
             if len(self._exchanges) > EXCHANGES_UNDER_WAY:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend
 from shardwright.compiler.cost.memory.alike_stages import Signature, signature
 from shardwright.compiler.cost.memory.body_memory import BodyMemory, Gradient
 from shardwright.compiler.cost.memory.books import Books, contiguous_form
@@ -37,24 +38,32 @@ INPUT_GRADIENT, WEIGHT_GRADIENT = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_G
 
 
 def pipeline_memory(
-    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
+    program: PipelineProgram,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory = ADAM,
+    backend: Backend = MOST_MEMORY,
 ) -> tuple[RankMemory, ...]:
-    """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
+    """The memory of every unit rank in one step; ranks of a stage are taken to be alike.
+    ``backend``: what ranks communicate through; where no machine is known, what needs most.
+    """
     found: dict[int, RankMemory] = {}
-    for ranks, memory, messages in _positions(program, config, optimizer):
+    for ranks, memory, messages in _positions(program, config, optimizer, backend):
         peak = memory.peak(messages)
         found.update((rank, peak.at(rank)) for rank in ranks)
     return tuple(found[rank] for rank in sorted(found))
 
 
 def pipeline_memory_over_time(
-    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
+    program: PipelineProgram,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory = ADAM,
+    backend: Backend = MOST_MEMORY,
 ) -> dict[tuple[int, ...], list[Moment]]:
     """What ranks hold in the course of a step, by the ranks of each position: the fullest moment of
     every action in the order of the schedule, then the step of the optimizer.
     """
     found = {}
-    for ranks, memory, messages in _positions(program, config, optimizer):
+    for ranks, memory, messages in _positions(program, config, optimizer, backend):
         memory.history = []
         memory.peak(messages)
         found[ranks] = memory.history
@@ -62,7 +71,7 @@ def pipeline_memory_over_time(
 
 
 def _positions(
-    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory
+    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory, backend: Backend
 ) -> Iterator[tuple[tuple[int, ...], _PositionMemory, Iterable[int]]]:
     """The ranks of each position, the memory of one of them, and the bytes under way while each of
     its actions runs.
@@ -77,7 +86,7 @@ def _positions(
     position_of = {index: positions[stage.ranks] for index, stage in enumerate(program.plan.stages)}
     walked: dict[Hashable, _Walked] = {}
     for ranks, position in positions.items():
-        memory = _PositionMemory(program, config, optimizer, actions[position], walked)
+        memory = _PositionMemory(program, config, optimizer, backend, actions[position], walked)
         yield ranks, memory, bytes_under_way(position, actions, position_of, memory.values())
 
 
@@ -146,6 +155,7 @@ class _PositionMemory:
         program: PipelineProgram,
         config: ComputeConfig,
         optimizer: OptimizerMemory,
+        backend: Backend,
         actions: Sequence[ScheduleAction],
         walked: dict[Hashable, _Walked],
     ) -> None:
@@ -153,7 +163,7 @@ class _PositionMemory:
         own = sorted({action.stage for action in actions})
         self.trains = not config.inference_only
         mesh = program.programs[own[0]].plan.storage_mesh
-        self.books = Books(mesh, config, optimizer, self.trains)
+        self.books = Books(mesh, config, optimizer, self.trains, backend)
         declarations = program.declarations_of(own)
         shared = program.holders_elsewhere(program.plan.stages[own[0]].ranks)
         programs = [program.programs[index] for index in own]

@@ -13,6 +13,7 @@ temporary lists of fused optimizers.
 
 from __future__ import annotations
 
+from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
 from shardwright.compiler.cost.memory.books import Books, input_forms
 from shardwright.compiler.cost.memory.ledger import Moment
@@ -29,13 +30,20 @@ def program_memory(
     *,
     trains: bool = True,
     num_microbatches: int = 1,
+    backend: Backend = MOST_MEMORY,
 ) -> RankMemory:
     """The memory of rank 0 of a program without stages, in one step of ``num_microbatches``.
 
     The samples of all microbatches are there from the start. ``trains`` is false for inference.
+    ``backend``: what the rank communicates through; where no machine is known, what needs most.
     """
     books, inexact = _step(
-        program, config, optimizer, trains=trains, num_microbatches=num_microbatches
+        program,
+        config,
+        optimizer,
+        trains=trains,
+        num_microbatches=num_microbatches,
+        backend=backend,
     )
     return RankMemory.of(0, books.ledger.peak, inexact)
 
@@ -46,12 +54,20 @@ def memory_over_time(
     optimizer: OptimizerMemory = ADAM,
     *,
     num_microbatches: int = 1,
+    backend: Backend = MOST_MEMORY,
 ) -> list[Moment]:
     """What rank 0 of a program without stages holds while each operator runs, in the order of a
     step. Of several microbatches there are two.
     """
     history: list[Moment] = []
-    _step(program, config, optimizer, num_microbatches=num_microbatches, history=history)
+    _step(
+        program,
+        config,
+        optimizer,
+        num_microbatches=num_microbatches,
+        backend=backend,
+        history=history,
+    )
     return history
 
 
@@ -62,11 +78,12 @@ def _step(
     *,
     trains: bool = True,
     num_microbatches: int,
+    backend: Backend,
     history: list[Moment] | None = None,
 ) -> tuple[Books, tuple[str, ...]]:
     """The books after one step, and the operators whose memory is assumed."""
     trains = trains and not config.inference_only
-    books = Books(program.plan.storage_mesh, config, optimizer, trains)
+    books = Books(program.plan.storage_mesh, config, optimizer, trains, backend)
     books.ledger.history = history
     inputs = input_forms(program, books.footprints)
     sources = books.place(program.declarations, inputs, [program])

@@ -173,7 +173,10 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         ):
             return found
         memory = program_memory(
-            lower(formulation.graph, found.plan), request.config, request.optimizer
+            lower(formulation.graph, found.plan),
+            request.config,
+            request.optimizer,
+            backend=request.hardware.backend,
         )
         found = replace(found, memory=memory)
         assert request.memory_limit_bytes is not None

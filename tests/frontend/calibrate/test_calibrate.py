@@ -73,6 +73,7 @@ def test_everything_is_measured_and_described(
     hardware = measured(num_ranks)
     assert Hardware.from_json(json.loads(hardware.dumps())) == hardware
     assert hardware.num_devices == num_ranks and len(hardware.tiers) == 1
+    assert hardware.backend == "gloo"
     device = hardware.device
     assert f"{num_ranks} ranks on {len(os.sched_getaffinity(0))} cores" in device.name
     assert (
@@ -119,6 +120,7 @@ def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
         }
         assert len(hardware.measurements["attention"]) == 2
         assert hardware.num_devices == 4 and len(hardware.tiers) == 1
+        assert hardware.backend == "nccl"
         assert (
             hardware.device.name == "fake"
             and hardware.device.memory_bytes == 2**34

@@ -11,7 +11,9 @@ import plans
 import pytest
 import zoo
 from covers import spread
+from peak_cases import WEIGHTS
 
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.rank_memory import RankMemory
@@ -23,6 +25,7 @@ from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.report.page import Section, _parts_of_step, page
 from shardwright.frontend.report.plan_details import Details, in_runs, lines_of
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -64,6 +67,21 @@ class Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data.strip())
+
+
+def test_memory_over_time_is_that_of_the_machine() -> None:
+    """Gloo needs room to sum gradients, in which the two machines differ."""
+    case = WEIGHTS[2]
+    config, graph = case.config(2), plans.traced(case.model(), case.sample(2))
+    compiled = compile_graph(graph, find_policy("dp").apply, config)
+    peaks = set()
+    for name in ("cpu", "h100"):
+        hardware = load_hardware(name, 2)
+        cost = audit(compiled.program, config, hardware)
+        (moments,) = Details.of(compiled, cost, hardware).moments.values()
+        assert max(moment.num_bytes for moment in moments) == cost.peak_bytes
+        peaks.add(cost.peak_bytes)
+    assert len(peaks) == 2
 
 
 @pytest.mark.parametrize("policy", spread(["tp", "hybrid"], 2, first=1))

@@ -156,6 +156,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
         residuals={"all_reduce": 0.0},
         sources={"device": "hand"},
         measurements={"points": [[1, 2.5]]},
+        backend="gloo",
     )
     path = tmp_path / "own.json"
     path.write_text(hardware.dumps())
@@ -254,6 +255,14 @@ def test_the_digest_covers_what_decides_costs() -> None:
     assert Hardware.from_json(data).digest() == one.digest()
     data["tiers"][0]["latency_s"] *= 2
     assert Hardware.from_json(data).digest() != one.digest()
+    assert replace(one, backend="gloo").digest() != one.digest()
+
+
+def test_ranks_of_the_cpu_communicate_over_gloo() -> None:
+    assert {name for name in PRESETS if load_hardware(name).backend == "gloo"} == {"cpu"}
+    with pytest.raises(ConfigError) as caught:
+        Hardware.from_json(small(lambda data: data.update(backend="mpi")))
+    assert "backend is nccl or gloo" in str(caught.value)
 
 
 def test_nodes_are_whole_or_partial() -> None:

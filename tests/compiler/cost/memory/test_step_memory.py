@@ -13,9 +13,13 @@ import torch
 import zoo
 from covers import spread
 from memory_ranks import measured_peaks
+from peak_cases import WEIGHTS
+from peak_ranks import PeakCase
 from plans import traced, zoo_traced
 
 from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
 from shardwright.compiler.cost.memory.books import Books, contiguous_form
 from shardwright.compiler.cost.memory.ledger import Ledger
@@ -211,6 +215,31 @@ def test_regions_have_the_weight_on_its_way(widths: tuple[int, ...], tmp_path: P
     (memory,) = predicted(compiled, config)
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config):
         assert memory.peak_bytes == pytest.approx(measured, rel=0.015)
+
+
+@pytest.mark.parametrize("case", WEIGHTS[:3], ids=str)
+def test_gradients_are_summed_in_room_of_its_own_by_gloo_alone(
+    case: PeakCase, tmp_path: Path
+) -> None:
+    """Ranks that are threads hold what they would hold over NCCL, byte by byte but for the flags of
+    a bucket.
+    """
+    model, inputs, config = case.model(), case.sample(2), case.config(2)
+    compiled = compile_graph(traced(model, inputs), find_policy("dp").apply, config)
+
+    def peak(hardware: str) -> int:
+        return audit(
+            compiled.program,
+            config,
+            load_hardware(hardware, 2),
+            num_microbatches=case.num_microbatches,
+        ).peak_bytes
+
+    assert peak("cpu") > 1.03 * peak("h100")
+    for measured in measured_peaks(
+        tmp_path, compiled, model, inputs, config, case.num_microbatches
+    ):
+        assert peak("h100") == pytest.approx(measured, rel=3e-4)
 
 
 def test_inference_holds_no_training_state() -> None:

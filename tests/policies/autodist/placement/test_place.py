@@ -19,6 +19,7 @@ import torch
 import transformers
 import zoo
 from covers import spread
+from peak_cases import WEIGHTS
 from planning import audited_s, mesh_of, request
 from plans import zoo_graph
 from torch import Tensor, nn
@@ -655,6 +656,22 @@ def test_a_memory_limit_holds_and_costs() -> None:
     assert held.memory.peak_bytes <= limit < free.memory.peak_bytes
     assert held.cost_s > free.cost_s
     assert held.bound_s <= held.cost_s
+
+
+def test_the_memory_is_that_of_the_machine() -> None:
+    """Gloo needs room to sum gradients. The audit of a plan counts it where its machine does."""
+    case = WEIGHTS[2]
+    graph, config = planning.graph_of(case.model(), case.sample(2)), case.config(2)
+    peaks = set()
+    for name in ("cpu", "h100"):
+        hardware = load_hardware(name, 2)
+        wanted = request(graph, mesh_of("1"), hardware, config=config, memory_limit_bytes=1e12)
+        found = placed(wanted)
+        assert found.memory is not None
+        program = lower(found.formulation.graph, found.plan)
+        assert found.memory == audit(program, config, hardware).memory[0]
+        peaks.add(found.memory.peak_bytes)
+    assert len(peaks) == 2
 
 
 def test_what_cannot_fit_is_said() -> None:

@@ -77,16 +77,16 @@ class ComputeConfig:
 
     **Gradients.** Over the units they are summed, or averaged with ``grad_reduction="mean"``.
     ``use_async_reducer`` starts the reduction of a bucket while backward still runs; a bucket holds
-    ``reducer_bucket_cap_mb`` MiB. ``inference_only`` compiles no backward. ``use_zero`` splits
-    optimizer state over the ranks that hold copies of a parameter: stage 1, or with 2 gradients are
-    freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the state
-    among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2
-    always does). Stage 3 stores the parameters themselves in pieces over the units of a group, and
-    over the axes that split the batch. ``"auto"`` leaves the stage to the plan: policy ``autodist``
-    searches it, and a saved plan may carry it. ``distributed_optimizer`` is the full option table:
-    dtypes of state and gradients, overlap, buffers. It means stage 1 (and scatters) unless
-    ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it
-    holds.
+    ``reducer_bucket_cap_mb`` MiB (``None``: 25, over many units 2 for each, at most 512).
+    ``inference_only`` compiles no backward. ``use_zero`` splits optimizer state over the ranks that
+    hold copies of a parameter: stage 1, or with 2 gradients are freed once they are reduced.
+    ``zero_ngroups`` deals the units into groups that split the state among themselves;
+    ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
+    Stage 3 stores the parameters themselves in pieces over the units of a group, and over the axes
+    that split the batch. ``"auto"`` leaves the stage to the plan: policy ``autodist`` searches it,
+    and a saved plan may carry it. ``distributed_optimizer`` is the full option table: dtypes of
+    state and gradients, overlap, buffers. It means stage 1 (and scatters) unless ``use_zero`` names
+    another one; with ``use_zero=False`` each rank keeps the state of all that it holds.
 
     **Communication.** ``overlap_communication`` starts messages between the ranks of a unit early,
     and computes meanwhile: gradients of weights while gradients are summed, shared experts while

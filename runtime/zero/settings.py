@@ -14,6 +14,14 @@ from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 DEFAULT_BUCKET_CAP_MB = 25.0
 
 
+def default_bucket_cap_mb(num_units: int) -> float:
+    """MiB of gradients in a bucket, where nobody says how many: 25, or 2 for each unit where that
+    is more. A message goes around a ring of all units, and waits for every hop, however small its
+    pieces are. More than 512 would leave ZeRO-2 little to free, and backward little to hide.
+    """
+    return min(max(DEFAULT_BUCKET_CAP_MB, 2.0 * num_units), 512.0)
+
+
 @dataclass(frozen=True, slots=True)
 class ReductionSettings:
     """What a reducer and a distributed optimizer do.
@@ -50,7 +58,7 @@ class ReductionSettings:
             cap_mb = table.bucket_cap_mb
         return cls(
             divisor=num_units if config.grad_reduction == "mean" else 1,
-            bucket_cap_mb=DEFAULT_BUCKET_CAP_MB if cap_mb is None else cap_mb,
+            bucket_cap_mb=default_bucket_cap_mb(num_units) if cap_mb is None else cap_mb,
             asynchronous=config.use_async_reducer if table is None else table.overlap_grad_sync,
             stage=stage,
             num_groups=config.zero_ngroups,

@@ -6,6 +6,7 @@ With ZeRO-1 the same plan takes 12.2 ms and 7 GB, with all layers computed again
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from shardwright.policies.autodist.questions.explain import TIE, Choice, Request
 from shardwright.policies.autodist.stages.chain import layer_blocks
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.zero.settings import ReductionSettings
 
 NOT_SEARCHED = "the plan of a file"
 """What is said of its placement, of which no bound is known."""
@@ -56,13 +58,15 @@ def _of_stages(plan: Plan) -> list[Plan]:
 
 
 def audited_levers(request: Request) -> list[Choice]:
-    """What would help this very plan: ZeRO, other numbers of microbatches, recomputation. The plan
-    itself comes first; of the others those that take less time or less memory.
+    """What would help this very plan: ZeRO, larger buckets of gradients, other numbers of
+    microbatches, recomputation. The plan itself comes first; of the others those that take less
+    time or less memory.
     """
     best = request.best
     assert best.cost is not None
     found = [Choice("the plan", best.step_s, best.cost.peak_bytes, chosen=True)]
-    for choice in (*_with_zero(request), *_with_microbatches(request), *_recomputed(request)):
+    asked = _with_zero, _with_larger_buckets, _with_microbatches, _recomputed
+    for choice in itertools.chain.from_iterable(question(request) for question in asked):
         is_faster = choice.step_s < best.step_s * (1 - TIE)
         is_smaller = choice.peak_bytes < best.cost.peak_bytes * (1 - TIE)
         if is_faster or is_smaller:
@@ -94,6 +98,23 @@ def _with_zero(request: Request) -> Iterator[Choice]:
         # The plan names the stage that it was searched for, and another one is asked about.
         other = replace(plan, zero=units_of_storage(changed), zero_stage=stage)
         yield from _choice(asked, f"use_zero={stage}", other)
+
+
+def _with_larger_buckets(request: Request) -> Iterator[Choice]:
+    """Gradients in fewer and larger messages: over many ranks a ring waits for each of its hops,
+    however small the message is.
+    """
+    config = request.config
+    table, settings = config.optimizer_table, ReductionSettings.of(config, config.num_units)
+    for times in (4, 16):
+        size = times * settings.bucket_cap_mb
+        if table is None:
+            name, changed = "reducer_bucket_cap_mb", replace(config, reducer_bucket_cap_mb=size)
+        else:
+            larger = replace(table, bucket_cap_mb=size)
+            name = "bucket_cap_mb"
+            changed = replace(config, distributed_optimizer=larger, reducer_bucket_cap_mb=None)
+        yield from _choice(replace(request, config=changed), f"{name}={size:g}", request.best.plan)
 
 
 def _with_microbatches(request: Request) -> Iterator[Choice]:

@@ -57,6 +57,17 @@ def test_dtypes():
     )
 
 
+def test_buckets_grow_with_the_ring_that_they_go_around():
+    def size(num_units, **given):
+        return ReductionSettings.of(
+            ComputeConfig(plan_ngpus=1, runtime_ngpus=num_units, **given), num_units
+        ).bucket_cap_mb
+
+    assert [size(n) for n in (1, 8, 64, 4096)] == [25.0, 25.0, 128.0, 512.0]
+    assert size(64, reducer_bucket_cap_mb=1) == 1
+    assert size(64, distributed_optimizer={"bucket_cap_mb": 50}) == 50
+
+
 @pytest.mark.parametrize("index", spread(range(16), 2))
 def test_every_combination(tmp_path, index):
     table = {**TABLES[index], "bucket_cap_mb": 3e-4 if index % 3 else 100}

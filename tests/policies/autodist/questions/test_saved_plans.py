@@ -8,7 +8,7 @@ import pytest
 
 from shardwright import ComputeConfig
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.questions.explain import explain_operator
+from shardwright.policies.autodist.questions.explain import Choice, explain_operator
 from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
 from shardwright.policies.known_policies import find_policy
 
@@ -42,3 +42,28 @@ def test_a_pipeline_by_hand() -> None:
     assert again.peak_bytes < first.peak_bytes and again.step_s > first.step_s
     told = explain_operator(request, graph.ops[-1].name)
     assert any(choice.chosen for choice in told.choices)
+
+
+@pytest.mark.parametrize("in_table", [False, True])
+def test_small_buckets_are_told_of(in_table: bool) -> None:
+    """Each message waits for all hops of its ring, and larger buckets are fewer messages."""
+    graph, machine = plans.zoo_graph("gpt2-untied"), planning.slow_machine(4, bytes_per_s=1e9)
+
+    def levers(size: float) -> list[Choice]:
+        table = {"bucket_cap_mb": size, "overlap_grad_sync": False}
+        config = ComputeConfig(
+            plan_ngpus=1,
+            runtime_ngpus=4,
+            use_zero=1,
+            reducer_bucket_cap_mb=None if in_table else size,
+            distributed_optimizer=table if in_table else None,
+        )
+        plan = find_policy("dp").apply(graph, config).plan
+        assert plan is not None
+        return audited_levers(request_of_plan(graph, config, AutodistOptions(), machine, plan))
+
+    name = "bucket_cap_mb" if in_table else "reducer_bucket_cap_mb"
+    first, *others = levers(0.001)
+    found = {choice.name: choice.step_s for choice in others}
+    assert found[f"{name}=0.016"] < found[f"{name}=0.004"] < first.step_s
+    assert not any(name in choice.name for choice in levers(1000.0))  # one bucket as it is

@@ -37,10 +37,11 @@ def named_schedules(
     chunks: int | None,
     most: int,
 ) -> list[NamedSchedule]:
-    """The schedules that work with these numbers. ``chunks``: only that many; ``most``: stages that
-    the model can have.
+    """The schedules that work with these numbers, those first with the fewest stages on a position:
+    they take the least time to cut and to simulate. ``chunks``: only that many; ``most``: stages
+    that the model can have.
     """
-    found = []
+    found: list[NamedSchedule] = []
     for name in schedules:
         method = SCHEDULES[name]
         upper = method.max_chunks or max(method.min_chunks, MOST_CHUNKS)
@@ -50,7 +51,7 @@ def named_schedules(
             # The number of microbatches is given, and some schedules need another.
             if works(NamedSchedule(name, count), num_positions, num_microbatches):
                 found.append(NamedSchedule(name, count))
-    return found
+    return sorted(found, key=lambda named_schedule: named_schedule.chunks)
 
 
 def works(named_schedule: NamedSchedule, num_positions: int, num_microbatches: int) -> bool:

@@ -622,6 +622,15 @@ def test_meshes_and_paces() -> None:
         ("1f1b", 1),
         ("zb_v", 2),
     ], "6 is no multiple of 4"
+    found = named_schedules(4, 8, ("1f1b", "1f1b_interleaved", "zb_h1", "zb_v"), None, most=100)
+    assert [(named_schedule.name, named_schedule.chunks) for named_schedule in found] == [
+        ("1f1b", 1),
+        ("zb_h1", 1),
+        ("1f1b_interleaved", 2),
+        ("zb_v", 2),
+        ("1f1b_interleaved", 3),
+        ("1f1b_interleaved", 4),
+    ], "those that are soon cut come first: time may end behind any of them"
     assert named_schedules(4, 8, ("1f1b_interleaved",), None, most=9) == named_schedules(
         4, 8, ("1f1b_interleaved",), 2, most=100
     )

@@ -141,9 +141,9 @@ BOUNDS = {
 ``memory``: the part of the memory's peak. ``launch_us``: microseconds in which the host launches
 one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm, loss scale).
 ``waits``: how long a device waits for a message, of the time that the message takes on links by
-itself: less than 1 where messages run beside other work. ``late_us``: microseconds that a hop takes
-longer than where all ranks come to a collective at the same moment, whatever its bytes. (A step
-that is bound by its host does not wait.)
+itself: less than 1 where messages run beside other work. ``late_us``: microseconds for which two
+ranks that meet in a collective wait for each other, and more ranks longer (``Hardware.late_s``). (A
+step that is bound by its host does not wait.)
 """
 
 GATHERS_AHEAD = False
@@ -218,9 +218,13 @@ def _machine(
     if study.startswith("vTrain"):
         latency_s, bytes_per_s = NVLINK[meeting]
         inner = [replace(tier, latency_s=latency_s, bytes_per_s=bytes_per_s) for tier in inner]
-    waits, late_s = constants.get("waits", 1.0), 1e-6 * constants.get("late_us", 0.0)
-    tiers = tuple(_as_waited_for(tier, waits, late_s) for tier in (*inner, network))
-    return replace(hardware, device=replace(device, **changed), tiers=tiers)
+    waits = constants.get("waits", 1.0)
+    return replace(
+        hardware,
+        device=replace(device, **changed),
+        tiers=tuple(_as_waited_for(tier, waits) for tier in (*inner, network)),
+        late_s=1e-6 * constants.get("late_us", 0.0),
+    )
 
 
 def _attention_rates(study: str, gpu: str) -> tuple[float, float] | None:
@@ -239,19 +243,19 @@ def _meeting(row: Row) -> int:
     return next((measured for measured in NVLINK if measured >= size), max(NVLINK))
 
 
-def _as_waited_for(tier: Tier, waits: float, late_s: float) -> Tier:
-    """Links on which messages take this part of their time, and each hop so many seconds more."""
+def _as_waited_for(tier: Tier, waits: float) -> Tier:
+    """Links on which messages take this part of their time."""
 
     def rate(bytes_per_s: float | None) -> float | None:
         return None if bytes_per_s is None else bytes_per_s / waits
 
     kinds = {
-        kind: Link(waits * link.latency_s + late_s, link.bytes_per_s / waits)
+        kind: Link(waits * link.latency_s, link.bytes_per_s / waits)
         for kind, link in tier.kinds.items()
     }
     return replace(
         tier,
-        latency_s=waits * tier.latency_s + late_s,
+        latency_s=waits * tier.latency_s,
         bytes_per_s=tier.bytes_per_s / waits,
         uplink_bytes_per_s=rate(tier.uplink_bytes_per_s),
         fabric_bytes_per_s=rate(tier.fabric_bytes_per_s),

@@ -99,9 +99,12 @@ class Tier:
 @checked_fields
 @dataclass(frozen=True)
 class Hardware:
-    """All devices of a job. Its :meth:`digest` covers what decides costs: device, tiers, backend.
+    """All devices of a job. Its :meth:`digest` covers what decides costs: device, tiers, backend
+    and ``late_s``.
 
     ``backend``: what ranks communicate through, which decides how much memory messages need.
+    ``late_s``: the seconds that two ranks wait for each other when they meet in a collective, as
+    they do not come to it at the same moment; more ranks wait longer, by as much for each doubling.
     ``residuals``: the relative errors of a calibration, by what was fitted (``"all_reduce"``).
     ``sources``: where numbers come from, by JSON path. ``measurements``: the raw points of a
     calibration.
@@ -110,6 +113,7 @@ class Hardware:
     name: str
     device: Device
     tiers: tuple[Tier, ...]
+    late_s: float = 0.0
     residuals: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     measurements: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class Hardware:
             "num_devices": self.num_devices,
             "device": device_json(self.device),
             "tiers": tiers,
-            **self._backend_json(),
+            **self._messages_json(),
         }
         # Names, sources and measurements are for people: they change no cost.
         decisive = json.dumps(data, sort_keys=True)
@@ -160,13 +164,14 @@ class Hardware:
             "num_devices": self.num_devices,
             "device": device_json(self.device),
             "tiers": [_tier_json(tier) for tier in self.tiers],
-            **self._backend_json(),
+            **self._messages_json(),
             **extra,
         }
 
-    def _backend_json(self) -> dict[str, str]:
-        # Left out where it is the usual one.
-        return {} if self.backend == "nccl" else {"backend": self.backend}
+    def _messages_json(self) -> dict[str, Any]:
+        # Left out where they are the usual ones.
+        backend = {} if self.backend == "nccl" else {"backend": self.backend}
+        return backend | ({"late_s": self.late_s} if self.late_s else {})
 
     def dumps(self) -> str:
         """The text of a hardware file."""
@@ -197,6 +202,7 @@ class Hardware:
             name=fields.text("name"),
             device=read_device(fields.child("device")),
             tiers=tuple(_read_tier(tier, count) for tier in fields.children("tiers")),
+            late_s=fields.number("late_s", zero=True) if fields.has("late_s") else 0.0,
             residuals=fields.numbers("residuals", optional=True),
             sources=fields.texts("sources", optional=True),
             measurements=fields.mapping("measurements", optional=True),

@@ -25,6 +25,9 @@ A group that spans tiers:
 Gathers and reduce-scatters have rings alone: NCCL's trees are for all-reduce (NVIDIA/nccl, issues
 1413, 1473 and 1594), so that over many ranks small ones wait for every hop.
 
+Ranks that do not come to a collective at the same moment wait for the last one (``late_s``): the
+latest of ``p`` waits about as many times longer as ``p`` has doublings.
+
 All groups along an axis of a mesh, or along several, communicate at once. Links that are shared
 (``Tier.uplink_bytes_per_s``, ``fabric_bytes_per_s``) are divided by the devices that use them then.
 """
@@ -183,10 +186,10 @@ def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line
     keys = np.concatenate([*relative.astype(np.float64), *rates], axis=1)
     firsts = _first_of_each(keys)
     links = [tier.link(kind) for tier in hardware.tiers]
-    # A dict, as a set would not keep the order.
-    return tuple(
-        {_lines(kind, _levels(links, ids[:, first], rates[:, first])): None for first in firsts}
-    )
+    late_s = hardware.late_s * math.ceil(math.log2(rows.shape[1]))
+    patterns = [_lines(kind, _levels(links, ids[:, first], rates[:, first])) for first in firsts]
+    late = (tuple((late_s + latency, slope) for latency, slope in lines) for lines in patterns)
+    return tuple(dict.fromkeys(late))  # a set would not keep the order
 
 
 def _first_of_each(keys: npt.NDArray[np.float64]) -> list[int]:

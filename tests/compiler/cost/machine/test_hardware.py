@@ -153,6 +153,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
             ),
             Tier("net", (6,), 1e-5, 1e9, uplink_bytes_per_s=7e8),
         ),
+        late_s=1e-5,
         residuals={"all_reduce": 0.0},
         sources={"device": "hand"},
         measurements={"points": [[1, 2.5]]},
@@ -256,6 +257,7 @@ def test_the_digest_covers_what_decides_costs() -> None:
     data["tiers"][0]["latency_s"] *= 2
     assert Hardware.from_json(data).digest() != one.digest()
     assert replace(one, backend="gloo").digest() != one.digest()
+    assert replace(one, late_s=1e-6).digest() != one.digest()
 
 
 def test_ranks_of_the_cpu_communicate_over_gloo() -> None:

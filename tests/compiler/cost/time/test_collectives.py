@@ -274,6 +274,18 @@ def test_kinds_have_numbers_of_their_own() -> None:
     assert collective_s(hardware, "reduce_scatter", 4e9, range(4)) == pytest.approx(3 * A + 3e9 / B)
 
 
+@given(groups(), st.sampled_from(COLLECTIVES), st.floats(0, 1e9))
+def test_the_latest_of_more_ranks_is_later(
+    group: tuple[Hardware, tuple[int, ...]], kind: str, num_bytes: float
+) -> None:
+    hardware, ranks = group[0], group[1][: 2 if kind == "send" else None]
+    late = replace(hardware, late_s=1e-3)
+    waited = collective_s(late, kind, num_bytes, ranks) - collective_s(
+        hardware, kind, num_bytes, ranks
+    )
+    assert waited == pytest.approx(1e-3 * math.ceil(math.log2(len(ranks))), rel=1e-6)
+
+
 def test_axes_of_a_mesh_are_laid_over_ranks() -> None:
     mesh = Mesh((("dp", 2), ("tp", 3)))
     assert _axes_rows(mesh, ("tp",), (10, 11, 12, 20, 21, 22)).tolist() == [

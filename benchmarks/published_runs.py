@@ -147,10 +147,14 @@ class Row:
         """
         if not self.is_later_megatron:
             return self.config
-        overlaps = {"overlap_grad_sync": True, "overlap_param_sync": self.zero != 3}
+        switched_on = {
+            "overlap_grad_sync": True,
+            "overlap_param_sync": self.zero != 3,
+            "bucket_cap_mb": later_megatron_bucket_mb(self.copies * self.cp),
+        }
         return replace(
             self.config,
-            distributed_optimizer=self._optimizer_table | overlaps,
+            distributed_optimizer=self._optimizer_table | switched_on,
             overlap_communication=True,
         )
 
@@ -177,6 +181,15 @@ LATER_MEGATRON = ("NeMo", "Megatron-Bridge")
 ``gradient_accumulation_fusion`` (NVIDIA/NeMo-Framework-Launcher,
 ``launcher_scripts/conf/training``; NVIDIA-NeMo/Megatron-Bridge, ``scripts/performance``).
 """
+
+
+def later_megatron_bucket_mb(num_ranks: int) -> float:
+    """MiB of bfloat16 gradients in a bucket over so many ranks: 40 million numbers, and a million
+    for each rank where that is more, so that messages around a ring are not bound by its latency
+    (``megatron/core/distributed/distributed_data_parallel.py``).
+    """
+    return 2 * max(40e6, 1e6 * num_ranks) / 2**20
+
 
 SEQUENCE_PARALLEL = "sequence parallel"
 """The words in ``Row.recompute`` for tensor parallelism that splits the sequence where it splits no

@@ -113,11 +113,11 @@ class Hardware:
     name: str
     device: Device
     tiers: tuple[Tier, ...]
+    backend: Backend = "nccl"
     late_s: float = 0.0
     residuals: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     measurements: Mapping[str, Any] = field(default_factory=dict)
-    backend: Backend = "nccl"
 
     def __post_init__(self) -> None:
         _check_tiers(self.tiers, self.name)
@@ -130,7 +130,7 @@ class Hardware:
         return sum(self.tiers[-1].sizes)
 
     def digest(self) -> str:
-        """A SHA-256 of device, tiers and backend."""
+        """A SHA-256 of all that decides costs."""
         return self._digest
 
     @cached_property
@@ -170,7 +170,8 @@ class Hardware:
 
     def _messages_json(self) -> dict[str, Any]:
         # Left out where they are the usual ones.
-        backend = {} if self.backend == "nccl" else {"backend": self.backend}
+        usual = self.backend == _usual_backend(self.device)
+        backend = {} if usual else {"backend": self.backend}
         return backend | ({"late_s": self.late_s} if self.late_s else {})
 
     def dumps(self) -> str:
@@ -198,15 +199,16 @@ class Hardware:
             raise ConfigError(
                 f"num_devices is from 1 to {MOST_RANKS:,}", where=where, why=f"it is {brief(count)}"
             )
+        device = read_device(fields.child("device"))
         hardware = cls(
             name=fields.text("name"),
-            device=read_device(fields.child("device")),
+            device=device,
             tiers=tuple(_read_tier(tier, count) for tier in fields.children("tiers")),
+            backend=_read_backend(fields, device),
             late_s=fields.number("late_s", zero=True) if fields.has("late_s") else 0.0,
             residuals=fields.numbers("residuals", optional=True),
             sources=fields.texts("sources", optional=True),
             measurements=fields.mapping("measurements", optional=True),
-            backend=_read_backend(fields),
         )
         fields.finish("num_devices")
         return hardware
@@ -351,9 +353,14 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
         )
 
 
-def _read_backend(fields: Fields) -> Backend:
+def _usual_backend(device: Device) -> Backend:
+    """What a file means that names no backend: calibrations of CPUs have the time of their host."""
+    return "gloo" if any(device.host_s) else "nccl"
+
+
+def _read_backend(fields: Fields, device: Device) -> Backend:
     if not fields.has("backend"):
-        return "nccl"
+        return _usual_backend(device)
     name = fields.text("backend")
     for backend in get_args(Backend):
         if name == backend:

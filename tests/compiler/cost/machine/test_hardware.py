@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -265,6 +265,15 @@ def test_ranks_of_the_cpu_communicate_over_gloo() -> None:
     with pytest.raises(ConfigError) as caught:
         Hardware.from_json(small(lambda data: data.update(backend="mpi")))
     assert "backend is nccl or gloo" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_file_of_a_cpu_that_names_no_backend_means_gloo(backend: Literal["nccl", "gloo"]) -> None:
+    data = small(lambda data: data["device"].update(host_s=[1e-6, 0.0]))
+    read = Hardware.from_json(data)
+    assert read.backend == "gloo"
+    other = replace(read, backend=backend)
+    assert Hardware.from_json(other.to_json()) == other
 
 
 def test_nodes_are_whole_or_partial() -> None:

@@ -7,9 +7,11 @@ With ZeRO-1 the same plan takes 12.2 ms and 7 GB, with all layers computed again
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -22,6 +24,9 @@ from shardwright.policies.autodist.stages.chain import layer_blocks
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.zero.settings import ReductionSettings
+
+FELT = 0.002
+"""Relative: what larger buckets gain at least where they are told of."""
 
 NOT_SEARCHED = "the plan of a file"
 """What is said of its placement, of which no bound is known."""
@@ -101,20 +106,42 @@ def _with_zero(request: Request) -> Iterator[Choice]:
 
 
 def _with_larger_buckets(request: Request) -> Iterator[Choice]:
-    """Gradients in fewer and larger messages: over many ranks a ring waits for each of its hops,
-    however small the message is.
+    """Gradients in fewer and larger messages, up to one for all, where that is felt: over many
+    ranks a ring waits for each of its hops, however small the message is.
     """
-    config = request.config
-    table, settings = config.optimizer_table, ReductionSettings.of(config, config.num_units)
-    for times in (4, 16):
-        size = times * settings.bucket_cap_mb
-        if table is None:
-            name, changed = "reducer_bucket_cap_mb", replace(config, reducer_bucket_cap_mb=size)
-        else:
-            larger = replace(table, bucket_cap_mb=size)
-            name = "bucket_cap_mb"
-            changed = replace(config, distributed_optimizer=larger, reducer_bucket_cap_mb=None)
-        yield from _choice(replace(request, config=changed), f"{name}={size:g}", request.best.plan)
+    config, best = request.config, request.best
+    if config.inference_only:
+        return
+    cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
+    all_mb = _all_gradients_mb(request)
+    sizes = {min(times * cap_mb, float(math.ceil(all_mb))) for times in (4, 16)}
+    name = "bucket_cap_mb" if config.optimizer_table else "reducer_bucket_cap_mb"
+    for size in sorted(sizes) if cap_mb < all_mb else ():
+        asked = replace(request, config=_with_bucket_cap(config, size))
+        for choice in _choice(asked, f"{name}={size:g}", best.plan):
+            if choice.step_s < best.step_s * (1 - FELT):
+                yield choice
+
+
+def _all_gradients_mb(request: Request) -> float:
+    """MiB of the gradients of the model, whole, as they are summed."""
+    settings = ReductionSettings.of(request.config, request.config.num_units)
+    num_bytes = sum(
+        math.prod(estimated_size(size) for size in value.shape)
+        * settings.gradient_dtype(value.dtype).itemsize
+        for value in request.graph.used_parameters
+        if value.requires_grad
+    )
+    return num_bytes / 2**20
+
+
+def _with_bucket_cap(config: ComputeConfig, size_mb: float) -> ComputeConfig:
+    """The config with so many MiB of gradients in a bucket."""
+    table = config.optimizer_table
+    if table is None:
+        return replace(config, reducer_bucket_cap_mb=size_mb)
+    changed = replace(table, bucket_cap_mb=size_mb)
+    return replace(config, distributed_optimizer=changed, reducer_bucket_cap_mb=None)
 
 
 def _with_microbatches(request: Request) -> Iterator[Choice]:

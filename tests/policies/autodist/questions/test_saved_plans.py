@@ -7,6 +7,7 @@ import plans
 import pytest
 
 from shardwright import ComputeConfig
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.questions.explain import Choice, explain_operator
 from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
@@ -47,7 +48,7 @@ def test_a_pipeline_by_hand() -> None:
 @pytest.mark.parametrize("in_table", [False, True])
 def test_small_buckets_are_told_of(in_table: bool) -> None:
     """Each message waits for all hops of its ring, and larger buckets are fewer messages."""
-    graph, machine = plans.zoo_graph("gpt2-untied"), planning.slow_machine(4, bytes_per_s=1e9)
+    graph, machine = plans.zoo_graph("gpt2-untied"), load_hardware("h100", 4)
 
     def levers(size: float) -> list[Choice]:
         table = {"bucket_cap_mb": size, "overlap_grad_sync": False}

@@ -394,10 +394,21 @@ def test_ranks_that_come_late_cost_as_much_for_any_message(script: ModuleType) -
 
     for num_bytes in (1e6, 1e9):
         more_s = seconds(num_bytes, waits=0.5, late_us=30.0) - seconds(num_bytes, waits=0.5)
-        assert more_s == pytest.approx(2 * 30e-6)  # there are two hops
+        assert more_s == pytest.approx(30e-6)  # once, though there are two hops
     # One row cannot tell how late ranks are.
     assert set(script.BELIEF.constants) - set(script.believed(1).constants) == {"late_us"}
     assert script.believed(6) == script.BELIEF
+
+
+def test_buckets_of_later_megatron_grow_with_the_ranks(script: ModuleType) -> None:
+    rows = rows_of(script)
+
+    def bucket_bytes(row: Any) -> float:
+        return 2**20 * row.measured_config.optimizer_table.bucket_cap_mb
+
+    assert bucket_bytes(rows["279"]) == pytest.approx(2 * 64e6)  # 64 copies, in bfloat16
+    assert bucket_bytes(rows["281"]) == pytest.approx(2 * 40e6)  # 4 copies
+    assert bucket_bytes(rows["626"]) == pytest.approx(954 * 2**20)  # of another system
 
 
 def test_systems_of_megatron_stop_behind_a_forward_and_sum_in_large_buckets(

@@ -25,9 +25,10 @@ from shardwright.compiler.cost.time.collectives import (
 )
 from shardwright.compiler.plan.conversion import GATHERS, REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.zero.settings import DEFAULT_BUCKET_CAP_MB
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""The bytes that a bucket of gradients holds (``ComputeConfig.reducer_bucket_cap_mb``)."""
+DEFAULT_BUCKET_BYTES = DEFAULT_BUCKET_CAP_MB * 2**20
+"""The bytes that a bucket of gradients holds over few units, where nobody says how many."""
 
 
 def step_time(

@@ -387,6 +387,7 @@ KNOWN_SIZES: dict[str, Sizes] = {
     "Falcon-7B": _known(32, 4544, 71, 1, 18176, 65024),
     "Falcon-40B": _known(60, 8192, 128, 8, 32768, 65024),
     "Falcon-180B": _known(80, 14848, 232, 8, 59392, 65024),
+    "GPT3-175B": _known(96, 12288, 96, 96, 49152, 51200),
     "GPT-NeoX-20B": _known(44, 6144, 64, 64, 24576, 50432),
     "GPT OSS 20B": _known(24, 2880, 64, 8, 2880, 201088, 32, 4, 2880),
     "GPT OSS 120B": _known(36, 2880, 64, 8, 2880, 201088, 128, 4, 2880),
@@ -411,15 +412,19 @@ KNOWN_SIZES: dict[str, Sizes] = {
 """Sizes of models of which a table says the name only, by the beginning of the name; without the
 length of sequences. They are those of the configs that were published with their weights. Those of
 DeepSeek-V3, Falcon-7B, GPT-NeoX-20B, GPT-OSS 120B, Llama-7B and Mixtral 8x7B are also what the
-configs of transformers say by default.
+configs of transformers say by default. No weights of GPT-3 were published: its sizes are those of
+"Language Models are Few-Shot Learners" (table 2.1), and its 50,257 words are padded to 51,200: so
+Megatron-LM pads them, with eight ranks of tensor parallelism, and NeMo's runs have as many.
 """
 
 
 def _plain(model: str) -> str:
     """A model's name without what tables spell differently: ``meta-llama/Llama-3.1-8B`` is
-    ``llama318b``. ``GPT 3.6B`` is no ``GPT3``: what parts a GPT from its size stays.
+    ``llama318b``. ``GPT 3.6B`` is no ``GPT3``: what parts a GPT from its size stays. ``GPT-3 175B``
+    is one: its size is said apart.
     """
     name = model.lower().rpartition("/")[2].strip()
+    name = re.sub(r"^gpt[^a-z0-9]+3[^a-z0-9.]+(?=[0-9])", "gpt3", name)
     name = re.sub(r"^gpt[^a-z0-9]+(?=[0-9])", "gpt#", name)
     return re.sub(r"[^a-z0-9#]", "", name).removeprefix("meta")
 

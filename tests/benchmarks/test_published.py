@@ -62,6 +62,7 @@ def test_rows_are_read(script: ModuleType) -> None:
     flash = {row.model for row in rows.values() if row.model.startswith("GPT")}
     flash = {name for name in flash if models.family_of(name).make is models.megatron_flash}
     assert flash == {"GPT3-5B", "GPT3-20B", "GPT3-175B"}  # and neither "GPT 3.6B" nor "GPT 310.1B"
+    assert models.family_of("GPT-3 175B").make is models.megatron_flash
 
 
 SPELLED = """\
@@ -227,6 +228,7 @@ NAMED = {
     "EleutherAI/gpt-neox-20b": 20.55,
     "openai/gpt-oss-20b": 20.9,
     "GPT OSS 120B": 116.8,
+    "GPT-3-175B": 174.6,
     "LLaMA-65B": 65.3,
     "Llama-3.1-405B": 405.9,
     "Mixtral-8x7B-v0.1": 46.7,

@@ -1,4 +1,4 @@
-"""The command line: parses it, runs the command, and prints errors in words.
+"""The command line: parses it, runs the command, and prints errors and warnings in words.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that
 ``verify`` finds to differ from one device; 2 a command line that does not parse; 130 interrupted by
@@ -14,14 +14,16 @@ import pkgutil
 import select
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from shardwright.frontend.cli.commands import BROKEN_PIPE, INTERRUPTED, parse
 from shardwright.frontend.cli.progress_text import ProgressText
 from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ShardwrightError, format_error
 
-_BOLD_RED, _PLAIN = "\033[1;31m", "\033[0m"
+_BOLD_RED, _BOLD_YELLOW, _PLAIN = "\033[1;31m", "\033[1;33m", "\033[0m"
 
 SECONDS_BETWEEN_LINES = 20.0
 """Without a terminal a command says at most once in so many seconds that it does something new."""
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.began = began  # before torch is imported: limits of time count from here
     # Errors of ours are shown as they are; others ask for a report.
     try:
-        with _progress():
+        with _progress(), _warnings_in_words():
             code: int = pkgutil.resolve_name(options.function)(options)
     except ShardwrightError as error:
         if options.debug:
@@ -87,9 +89,53 @@ def _progress() -> contextlib.AbstractContextManager[None]:
     return listening(ProgressLine())
 
 
+@contextlib.contextmanager
+def _warnings_in_words() -> Iterator[None]:
+    """Print warnings for users as errors are printed. Where they come from is said of those of
+    others, such as the model's own.
+    """
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, UserWarning):
+            usual(message, category, filename, lineno, file, line)
+            return
+        text = str(message)
+        if "\n  where: " not in text and not _is_ours(filename):
+            text += f"\n  where: {filename}:{lineno}"
+        _print_told("warning", text, _BOLD_YELLOW)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether a file is a module of this package."""
+    package = __name__.partition(".")[0]
+    return any(
+        getattr(module, "__file__", None) == filename
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package
+    )
+
+
 def _print_error(text: str) -> None:
+    _print_told("error", text, _BOLD_RED)
+
+
+def _print_told(kind: str, text: str, colour: str) -> None:
     # Not with rich: it is no dependency of the commands that need only the runtime.
-    what, _, rest = f"error: {text}".partition("\n")
+    what, _, rest = f"{kind}: {text}".partition("\n")
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
-        what = f"{_BOLD_RED}{what}{_PLAIN}"
+        what = f"{colour}{what}{_PLAIN}"
     print(what, *rest.splitlines(), sep="\n", file=sys.stderr)

@@ -30,6 +30,8 @@ from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.threads import run_ranks
 
 MODELS = '''
+import warnings
+
 import torch
 from torch import nn
 from api_jobs import Net, X, net
@@ -97,6 +99,13 @@ class Narrow(torch.nn.Module):
 
 def narrow():
     return Narrow(), {"x": torch.ones(4, 3, 8)}
+
+
+class Loud(Norm):
+    def forward(self, x):
+        warnings.warn("small layers")
+        warnings.warn("of no use to users", DeprecationWarning)
+        return super().forward(x)
 '''
 
 
@@ -182,9 +191,26 @@ def test_inspect(run):
     assert out.endswith("No operator fell back to replication.")
 
 
+def test_warnings_are_printed_as_errors_are(folder, capsys):
+    """The model's own say where they come from, and those of other kinds are left to Python."""
+    command = "compile my_models:Loud --args my_models:EXAMPLE --policy tp --plan-ngpus 2"
+    with pytest.warns(DeprecationWarning, match="of no use") as others:
+        assert main(command.split()) == 0
+    assert not [other for other in others if other.category is UserWarning]
+    at = MODELS[: MODELS.index("    warnings.warn")].count("\n") + 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "warning: small layers",
+        f"  where: {folder / 'my_models.py'}:{at}",
+        "warning: no rule for operator torch.cumulative_trapezoid: it runs replicated on every "
+        "rank",
+    ]
+    assert lines[3].startswith(f"  where: {folder / 'my_models.py'}:")
+    assert [line.split(":")[0] for line in lines].count("  where") == 2
+
+
 def test_inspect_groups_layers_and_says_where_it_replicates(run):
-    with pytest.warns(UserWarning, match="cumulative_trapezoid"):
-        run("compile my_models:Norm --args my_models:EXAMPLE --policy tp --plan-ngpus 2")
+    run("compile my_models:Norm --args my_models:EXAMPLE --policy tp --plan-ngpus 2")
     directory = ".shardwright/_parallel_modules/my_models/Norm/_"
     assert "layers.*.bias  x" in run(f"inspect {directory}")
     out = run(f"inspect {directory} --every-layer")

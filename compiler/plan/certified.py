@@ -1,8 +1,9 @@
 """Bind a plan's certificate to what it certifies.
 
 A certificate is about one plan as the search found it, for parameters and inputs of certain shapes
-and dtypes, on a certain number of ranks. Dynamic sizes count as in the dummy arguments. It says
-nothing of an edited plan, nor of a plan used for another model, batch or cluster.
+and dtypes, on a certain number of ranks that sum gradients in a certain way. Dynamic sizes count as
+in the dummy arguments. It says nothing of an edited plan, nor of a plan used for another model,
+batch or cluster.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from typing import Any
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import dynamic_sizes
@@ -18,6 +20,24 @@ from shardwright.runtime.config import ComputeConfig
 
 NOT_COVERED = ("certificate", "dims", "notes", "policy", "zero")
 """Parts of a plan that do not decide its cost, as people or the config say them again."""
+
+SETTINGS = (
+    "zero_ngroups",
+    "zero_use_reduce_scatter",
+    "use_async_reducer",
+    "reducer_bucket_cap_mb",
+    "distributed_optimizer",
+    "overlap_communication",
+)
+"""Fields of a config that decide the cost of a plan, and are no part of it: how gradients are
+summed, and which messages are hidden.
+"""
+
+
+def settings_of(config: ComputeConfig) -> dict[str, Any]:
+    """The :data:`SETTINGS` of a config that are not as by default, as JSON values."""
+    own, usual = config.to_json(), ComputeConfig(plan_ngpus=1, runtime_ngpus=1).to_json()
+    return {name: own[name] for name in SETTINGS if own[name] != usual[name]}
 
 
 def certified(plan: Plan, graph: IRGraph, config: ComputeConfig, num_microbatches: int) -> Plan:
@@ -39,15 +59,26 @@ def certified(plan: Plan, graph: IRGraph, config: ComputeConfig, num_microbatche
         digest=digest,
         runtime_ngpus=ranks,
         num_microbatches=None if own else num_microbatches,
+        settings=settings_of(_with_own_zero(whole, config)),
     )
     return replace(whole, certificate=bound)
 
 
 def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
     """The plan, without its certificate if that certifies something else."""
-    if plan.certificate is None or plan.certificate.digest == certified_digest(plan, graph, config):
+    known = plan.certificate
+    if known is None:
+        return plan
+    # A file without settings is of an older version: whatever is set goes with it.
+    is_alike = known.settings in (None, settings_of(_with_own_zero(plan, config)))
+    if is_alike and known.digest == certified_digest(plan, graph, config):
         return plan
     return replace(plan, certificate=None)
+
+
+def _with_own_zero(plan: Plan, config: ComputeConfig) -> ComputeConfig:
+    """The config with the stage of ZeRO that the plan has chosen, where it leaves that open."""
+    return config.with_zero(plan.zero_stage or 0) if config.leaves_zero_to_plan else config
 
 
 def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:

@@ -125,6 +125,8 @@ class Certificate:
     of all units; ``num_microbatches``: how many make up the step, of a plan that has neither stages
     nor a batch. ``None``: the file does not say. ``cut_short``: of a search that was ended before
     it had a bound but for the arithmetic of the model, a sentence on what was looked at.
+    ``settings``: those of the config that the cost depends on and the plan does not hold, where
+    they are not as by default, such as the size of a bucket of gradients (``certified.py``).
     """
 
     cost_s: float
@@ -139,6 +141,7 @@ class Certificate:
     covers: str = "any plan of its space"
     apart_s: float | None = None
     cut_short: str | None = None
+    settings: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def gap(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.compiler.plan.certified import SETTINGS
 from shardwright.compiler.plan.imbalance import check_reachable, imbalance_problem
 from shardwright.compiler.plan.plan import PLAN_FORMAT
 from shardwright.runtime.errors import ConfigError, PlanError, ShardwrightError, did_you_mean
@@ -137,6 +138,10 @@ def _format(value: Any, where: str) -> str | None:
     )
 
 
+def _checked_later(value: Any, where: str) -> None:
+    """Anything: a config is made of it, which checks it."""
+
+
 _TEXT = _is(str, "a text")
 _NUMBER = _is((int, float), "a number")
 _SIZES = _each(_count(1))
@@ -167,6 +172,7 @@ _CERTIFICATE = {
     "apart_s": Key(_NUMBER),
     "runtime_ngpus": Key(_count(1)),
     "num_microbatches": Key(_count(1)),
+    "settings": Key(_object(dict.fromkeys(SETTINGS, Key(_checked_later)))),
 }
 
 KEYS: Mapping[str, Key] = {

@@ -126,6 +126,7 @@ def run_simulate(options: argparse.Namespace) -> int:
             return cost_of(compiled, machine).step_s
 
         for told in (
+            request.unsaid(compiled.config, cost),
             bound_by_launches(cost.step_s, hardware, step_on, config.runtime_ngpus),
             repeated_work(compiled.plan, config.num_units),
             host_unknown(cost.step_s, hardware, step_on),

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.imbalance import Imbalance, check_reachable, imbalance_problem
 from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
 from shardwright.frontend.cli.named_plans import NamedPlan
@@ -91,6 +92,12 @@ class ModelRequest:
         if self.named is None:
             return []
         return self.named.sources(self.config, machine, num_microbatches)
+
+    def unsaid(self, config: ComputeConfig, cost: PlanCost) -> str | None:
+        """What a file leaves open that the cost depends on: see :meth:`NamedPlan.unsaid`.
+        ``config``: with one stage of ZeRO.
+        """
+        return None if self.named is None else self.named.unsaid(config, cost)
 
 
 def read_model_request(options: argparse.Namespace) -> ModelRequest:

@@ -1,25 +1,32 @@
 """The file of a plan that a command line names: what the file says is taken where the command line
 says nothing.
 
-Example: ``plan.json`` was searched for two units of 8 H100, with stage 2 of ZeRO and microbatches
-of 32 samples. ``explain my_models:make --plan plan.json`` takes all of that. With ``--hardware
-a100-80gb`` the plan is priced on that machine, and the command says that the file names another.
+Example: ``plan.json`` was searched for two units of 8 H100, with stage 2 of ZeRO, microbatches of
+32 samples and buckets of 100 MiB. ``explain my_models:make --plan plan.json`` takes all of that.
+With ``--hardware a100-80gb`` the plan is priced on that machine, and the command says that the file
+names another.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.compiler.cost.machine.hardware import preset_names
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.cost.time.after_backward import GRADIENTS
+from shardwright.compiler.plan.certified import settings_of
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
 from shardwright.policies.policy import read_options
 from shardwright.policies.saved_plan import SavedOptions, read_plan_file
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,11 @@ class NamedPlan:
         return self.plan.num_microbatches if self.plan.stages else self.added_up
 
     @property
+    def _settings(self) -> Mapping[str, Any] | None:
+        """The settings of the search (``certified.py``); ``None`` if the file does not say."""
+        return None if self.plan.certificate is None else self.plan.certificate.settings
+
+    @property
     def hardware(self) -> str | None:
         """The machine that the plan was searched for; ``None`` if the file does not say."""
         return None if self.plan.certificate is None else self.plan.certificate.hardware
@@ -87,8 +99,15 @@ class NamedPlan:
             del given["plan_ngpus"]
         ranks = given.get("plan_ngpus", self.num_ranks)
         own = {"plan_ngpus": ranks, "runtime_ngpus": ranks * (self.num_units or 1)}
-        # A table of the optimizer says a stage, too.
-        if self.plan.zero_stage is not None and "distributed_optimizer" not in given:
+        own |= self._settings or {}
+        table, asked = own.get(TABLE), given.get(TABLE)
+        # What is given of a table changes that of the file.
+        if table is not None and isinstance(asked, Mapping):
+            given[TABLE] = {**table, **asked}
+        # A table says a stage, too, which is not that of the file.
+        if table is not None:
+            own["use_zero"] = self.plan.zero_stage or 0
+        elif self.plan.zero_stage is not None and TABLE not in given:
             own["use_zero"] = self.plan.zero_stage
         # A pipeline runs whole steps.
         if self.plan.stages:
@@ -125,6 +144,8 @@ class NamedPlan:
             said.append(f"stage {self.plan.zero_stage} of ZeRO")
         if self.plan.stages:
             said.append("a pipeline (use_end2end=true)")
+        own, of_now = _by_option(self._settings or {}), _by_option(settings_of(config))
+        said += [f"{name}={value}" for name, value in own.items() if of_now.get(name) == value]
         if machine is not None and self.hardware is not None:
             said.append(self.hardware)
         if self.plan.batch is not None:
@@ -153,7 +174,43 @@ class NamedPlan:
         zero = config.use_zero
         if zero and self.plan.zero_stage is None and not config.leaves_zero_to_plan:
             found.append(f"stage {config.zero_stage} of ZeRO")
+        own, of_now = _by_option(self._settings or {}), _by_option(settings_of(config))
+        found += [f"{name}={value}" for name, value in of_now.items() if own.get(name) != value]
+        found += [f"{name} as by default" for name in own if name not in of_now]
         return found
+
+    def unsaid(self, config: ComputeConfig, cost: PlanCost) -> str | None:
+        """What is said of a file that does not say how gradients are summed, if they are and the
+        command line does not say it either.
+        """
+        parts = {name for rank in cost.ranks for name, seconds in rank.comm_s.items() if seconds}
+        is_summed = any(name.endswith(GRADIENTS) for name in parts)
+        if not is_summed or self._settings is not None or settings_of(config):
+            return None
+        settings = ReductionSettings.of(config, config.num_units)
+        is_early = settings.asynchronous or settings.frees_gradients
+        when = "while backward runs" if is_early else "after backward"
+        return (
+            f"{self.path} does not say how gradients are summed: taken as by default, in buckets "
+            f"of {settings.bucket_cap_mb:g} MiB {when} (--set reducer_bucket_cap_mb, "
+            "use_async_reducer, distributed_optimizer)"
+        )
+
+
+TABLE = "distributed_optimizer"
+
+
+def _by_option(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings and their values as ``--set`` takes them: of a table the options that are not as by
+    default.
+    """
+    found = {name: value for name, value in settings.items() if name != TABLE}
+    table = settings.get(TABLE)
+    if table is not None:
+        usual = DistributedOptimizerConfig().to_json()
+        changed = {name: value for name, value in table.items() if value != usual.get(name)}
+        found |= {f"{TABLE}.{name}": value for name, value in changed.items()} or {TABLE: {}}
+    return {name: json.dumps(value) for name, value in found.items()}
 
 
 def _count(number: int, one: str, several: str | None = None) -> str:

@@ -23,6 +23,7 @@ from shardwright.compiler.plan.zero import settled_config
 from shardwright.frontend.cli.command_arguments import AUTO
 from shardwright.frontend.cli.model_arguments import (
     SEE_EACH,
+    ModelRequest,
     make_console,
     on_machine,
     read_dtype,
@@ -70,9 +71,9 @@ from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
 
-def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
-    """What a search is asked for on a command line, checked before it takes its time, and what of
-    it the file of a plan says.
+def _asked(options: argparse.Namespace) -> tuple[PlanSearch, ModelRequest]:
+    """What a search is asked for on a command line, checked before it takes its time, and the model
+    and the plan in a file that the command line names.
     """
     request = read_model_request(options)
     _, config = on_machine(options, request)
@@ -109,8 +110,7 @@ def _asked(options: argparse.Namespace) -> tuple[PlanSearch, list[str]]:
         module, request.dummy_args, config,
         module_dtype=read_dtype(options.dtype), spent_s=time.monotonic() - options.began,
     )  # fmt: skip
-    said = asked.options.num_microbatches or asked.options.update_freq
-    return asked, request.sources(asked.hardware.name, said)
+    return asked, request
 
 
 def _with_microbatches(named: NamedPlan, config: ComputeConfig) -> ComputeConfig:
@@ -137,15 +137,19 @@ def run_explain(options: argparse.Namespace) -> int:
     """Run ``explain``."""
     if options.plan is not None:
         _check_not_searched(options)
-    asked, sources = _asked(options)
+    asked, named = _asked(options)
     _check_asked(asked, options)
     console = make_console()
-    for line in sources:
+    said = asked.options.num_microbatches or asked.options.update_freq
+    for line in named.sources(asked.hardware.name, said):
         console.print(line, soft_wrap=True)
     # The search runs once, or not at all; questions are asked of its result.
     request = _searched(asked) if options.plan is None else _of_file(asked, options)
     plan = request.best.plan
     assert request.best.cost is not None
+    unsaid = named.unsaid(request.config, request.best.cost)
+    if unsaid is not None:
+        console.print(unsaid, soft_wrap=True)
     console.print(_known_of_others(plan, asked.hardware.name), soft_wrap=True)
     _say_what_slows(console, request)
     # Each question has its own table; without one the costs and what would help are shown.

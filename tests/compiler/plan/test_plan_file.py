@@ -22,6 +22,11 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 
+CERTIFICATE = Certificate(
+    1.0, 0.5, ("optimal", "of one"), "all", "h100", ("tp=2: 1 s",), "0" * 64, 8, 4,
+    settings={"reducer_bucket_cap_mb": 8},
+)  # fmt: skip
+
 FULL = Plan(
     Mesh((("pp", 2), ("tp", 2)), (("tp", 3),)),
     {"up": {"tp": "split:n"}},
@@ -36,7 +41,7 @@ FULL = Plan(
     ("0F0 0B0",),
     ("up",),
     {"up": {"tp": "ffn"}},
-    Certificate(1.0, 0.5, ("optimal", "of one"), "all", "h100", ("tp=2: 1 s",), "0" * 64, 8, 4),
+    CERTIFICATE,
     2,
     3,
     Batch(4, 4, {"x": 0}),
@@ -92,6 +97,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             "together are 4 times the even share of a rank",
         ),
         ("certificate.cost_s", "1 s", "certificate.cost_s is '1 s', not a number"),
+        (
+            "certificate.settings",
+            {"bucket_cap_mb": 8},
+            "certificate.settings has a key 'bucket_cap_mb': did you mean 'reducer_bucket_cap_mb'?",
+        ),
     ],
 )
 def test_edits_that_make_it_no_plan(path: str, value: Any, why: str, tmp_path: Path) -> None:

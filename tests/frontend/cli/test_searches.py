@@ -342,7 +342,7 @@ def test_a_plan_of_a_file_is_explained_without_a_search(
     by_hand = json.loads(file.read_text())
     del by_hand["certificate"]
     file.write_text(json.dumps(by_hand))
-    assert run(explain).splitlines()[2].endswith(": nothing is known of other plans")
+    assert run(explain).splitlines()[3].endswith(": nothing is known of other plans")
     for wrong, words in (
         ("--global-batch 8", "error: --global-batch says what to search, and --plan names"),
         ("--op dwn", "error: the model has no operator 'dwn'"),
@@ -445,6 +445,55 @@ def test_a_file_that_does_not_say_everything(run, tmp_path: Path) -> None:  # ty
         next(line.split(",")[0] for line in lines if line.startswith("step ")) for lines in shown
     )
     assert fours == simulated != twos
+
+
+def test_how_gradients_are_summed_is_taken_from_the_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def step(shown: str) -> str:
+        return next(line.split(",")[0] for line in shown.splitlines() if line.startswith("step "))
+
+    ranks = "--plan-ngpus 1 --runtime-ngpus 8 --hardware h100"
+    run(f"plan plan_models:make {ranks} --set reducer_bucket_cap_mb=0.001 --out plan.json")
+    explain = "explain plan_models:make --plan plan.json"
+    simulate = "simulate plan_models:make --policy saved --set pas_config.load_plan=plan.json"
+    shown = [run(explain), run(simulate)]
+    says = "plan.json is for 1 rank in 8 units, reducer_bucket_cap_mb=0.001, h100"
+    assert [text.splitlines()[0] for text in shown] == [says, says]
+    (small,) = {step(text) for text in shown}
+    other = "--set reducer_bucket_cap_mb=0.002 --set overlap_communication=true"
+    told = run(f"{explain} {other}").splitlines()
+    assert told[:2] == [
+        "plan.json is for 1 rank in 8 units, h100",
+        "not from the file: reducer_bucket_cap_mb=0.002, overlap_communication=true",
+    ]
+    # A bound for other sums says nothing of these.
+    assert told[2].endswith(": nothing is known of other plans")
+    # A file without them: said where gradients are summed, and nobody says how.
+    written = json.loads((tmp_path / "plan.json").read_text())
+    del written["certificate"]["settings"]
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    unsaid = (
+        "plan.json does not say how gradients are summed: taken as by default, in buckets of 25 "
+        "MiB after backward (--set reducer_bucket_cap_mb, use_async_reducer, distributed_optimizer)"
+    )
+    shown = [run(explain), run(simulate)]
+    assert all(unsaid in text.splitlines() and step(text) != small for text in shown)
+    for quiet in ("--set reducer_bucket_cap_mb=0.001", "--runtime-ngpus 1"):
+        assert "how gradients are summed" not in run(f"{explain} {quiet}")
+
+
+def test_what_is_typed_of_a_table_changes_that_of_the_file(run) -> None:  # type: ignore[no-untyped-def]
+    table = '--set distributed_optimizer={"bucket_cap_mb":50,"dtype":"bfloat16"} --set use_zero=0'
+    ranks = "--plan-ngpus 1 --runtime-ngpus 2 --dtype bfloat16"
+    run(f"plan plan_models:make {ranks} {table} --out plan.json")
+    explain = "explain plan_models:make --plan plan.json --dtype bfloat16"
+    dtype, size = (f"distributed_optimizer.{option}" for option in ('dtype="bfloat16"', "bucket"))
+    assert run(explain).startswith(
+        f"plan.json is for 1 rank in 2 units, {dtype}, {size}_cap_mb=50, a100-80gb\n"
+    )
+    assert run(f"{explain} --set distributed_optimizer.bucket_cap_mb=60").splitlines()[:2] == [
+        f"plan.json is for 1 rank in 2 units, {dtype}, a100-80gb",
+        f"not from the file: {size}_cap_mb=60",
+    ]
 
 
 def test_what_a_search_must_be_told(run) -> None:  # type: ignore[no-untyped-def]

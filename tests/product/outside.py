@@ -1,11 +1,13 @@
 """Every model of the zoo and every family with experts under every policy, and every mutation of
-the museum, under spmd_types.
+the museum, under spmd_types; and edits of one rank's file.
 
     python tests/product/outside.py zoo [--only REGEX]
     python tests/product/outside.py mutations
+    python tests/product/outside.py edits
 
 ``zoo`` prints what is accepted and what is not, and exits with 1 if anything is refused.
-``mutations`` prints what becomes of each wrong program of the museum.
+``mutations`` prints what becomes of each wrong program of the museum. ``edits`` makes every edit of
+one statement in one file, for the museum's right programs, and prints how many are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
 import expert_models
 import zoo
-from outside_cases import exhibits, verdict
+from museum_models import CASES
+from outside_cases import edits_of_one_file, exhibits, verdict
 from precision import float64_casts
 from traces import shared_traces
 
@@ -93,7 +96,7 @@ def said(name: str, policy_name: str, fields: dict[str, Any]) -> str:
         return f"stopped: {error.what}"
     except Exception as error:
         return f"stopped: {type(error).__name__} {error}"
-    problems = [rank.problem for rank in report.ranks if rank.problem]
+    problems = [*report.different, *(rank.problem for rank in report.ranks if rank.problem)]
     stops = [rank.stopped for rank in report.ranks if rank.stopped]
     if problems or stops:
         return f"refused: {problems[0]}" if problems else f"stopped: {stops[0]}"
@@ -129,13 +132,28 @@ def of_mutations() -> int:
     return 0
 
 
+def of_edits() -> int:
+    """Print how many edits are refused, by kind."""
+    made, refused = Counter[str](), Counter[str]()
+    for case in (case for case, given in CASES.items() if given.num_ranks > 1):
+        for kind, said in edits_of_one_file(case):
+            made[kind] += 1
+            refused[kind] += bool(said)
+        print(case, f"{refused.total()} of {made.total()} refused so far", flush=True)
+    for kind, count in sorted(made.items()):
+        print(f"{kind:24} {refused[kind]:5} of {count:5} refused")
+    return int(refused != made)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["zoo", "mutations"])
+    parser.add_argument("what", choices=["zoo", "mutations", "edits"])
     parser.add_argument("--only", default=".", help="models and plans, as a regular expression")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    return of_zoo(options.only) if options.what == "zoo" else of_mutations()
+    if options.what == "zoo":
+        return of_zoo(options.only)
+    return of_edits() if options.what == "edits" else of_mutations()
 
 
 if __name__ == "__main__":

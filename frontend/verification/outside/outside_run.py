@@ -2,14 +2,12 @@
 
 All ranks run as threads of this process, with real values. One of them is typed: its parameters,
 buffers and inputs get the types of their layouts, and ``spmd_types`` derives that of everything
-else or refuses it. The others run as they always do. Ranks of a mesh whose files have one program
-have one of them typed, which speaks for all; of a pipeline that is one rank of each stage.
+else or refuses it. The others run as they always do. One rank of each stage is typed. It speaks for
+all of its stage, whose files must have one program.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 import logging
 import sys
@@ -29,6 +27,7 @@ from torch import Tensor
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.one_device import loss_of
 from shardwright.frontend.verification.outside.claims import received_by
+from shardwright.frontend.verification.outside.one_program import differences
 from shardwright.frontend.verification.outside.spmd_layouts import (
     TypedMesh,
     in_words,
@@ -60,7 +59,7 @@ class TypedRank:
     adapters, by name, which follow typing rules of ours. ``told``: those of which ``spmd_types``
     did not know where cut dims go, by name. ``problem``: what it refused, or nothing. ``stopped``:
     the error that has ended the run before its types were known, or nothing. ``declarations``: the
-    tensors of its module.
+    tensors of its module. ``num_alike``: how many other files have its program.
     """
 
     rank: int
@@ -70,6 +69,7 @@ class TypedRank:
     problem: str = ""
     stopped: str = ""
     declarations: tuple[Declaration, ...] = ()
+    num_alike: int = 0
 
 
 MEANING = (
@@ -78,27 +78,39 @@ MEANING = (
 )
 """What is said of a refusal."""
 
+ONE_PROGRAM = (
+    "Nothing was typed, as the types of one file stand for those of all that run the same stage. "
+    "If an edit is meant, make it in each of these files: docs/outside-certificate.md"
+)
+"""What is said of files that differ."""
+
 
 @dataclass(frozen=True)
 class OutsideReport:
-    """What ``spmd_types`` says of a plan's files."""
+    """What ``spmd_types`` says of a plan's files. ``different``: how files of one stage differ. If
+    any do, it is not asked.
+    """
 
     version: str
     ranks: tuple[TypedRank, ...]
+    different: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was refused, and every run has come to its end."""
-        return not any(rank.problem or rank.stopped for rank in self.ranks)
+        """Whether no files differ, nothing was refused, and every run has come to its end."""
+        return not self.different and not any(rank.problem or rank.stopped for rank in self.ranks)
 
     def __str__(self) -> str:
-        lines = []
+        lines = [*self.different, ONE_PROGRAM] if self.different else []
         for one in self.ranks:
             verdict = "refuses" if one.problem else "accepts"
             if one.stopped:
                 verdict = "has no verdict on"  # whichever file the error is in
+            files = code_file(one.rank)
+            if one.num_alike:
+                files += f" and {one.num_alike} more of its program"
             lines.append(
-                f"spmd_types {self.version} {verdict} gencode{one.rank}.py: {one.num_calls} calls, "
+                f"spmd_types {self.version} {verdict} {files}: {one.num_calls} calls, "
                 f"{sum(one.by_rule.values())} of adapters and operators of ours"
             )
             if one.told:
@@ -128,10 +140,14 @@ def outside_certificate(
     """
     # Before any of them runs, as how far a run gets would depend on who fails first.
     first, *_ = [load_class(directory, rank) for rank in range(config.plan_ngpus)]
+    groups = _groups(first, config.plan_ngpus)
+    if different := differences(directory, groups):
+        return OutsideReport(version("spmd_types"), (), different)
     found: list[TypedRank] = []
     held: dict[str, dict[int, Layout]] = {}
-    for rank in _ranks_that_differ(directory, config.plan_ngpus, first):
+    for rank, *others in groups.values():
         typed = _typed_rank(directory, config, samples, training, rank)
+        typed = replace(typed, num_alike=len(others))
         if not (typed.problem or typed.stopped) and issubclass(first, PipelineModule):
             typed = replace(typed, problem=_apart(first, typed, held))
         found.append(typed)
@@ -167,41 +183,17 @@ def _apart(cls: type[PipelineModule], typed: TypedRank, held: dict[str, dict[int
     return ""
 
 
-def _ranks_that_differ(directory: Path, num_ranks: int, first: type[ParallelModule]) -> list[int]:
-    """The first rank of each stage, or of all without stages, and the first with any other
-    program. ``first``: the class of rank 0.
+def _groups(first: type[ParallelModule], num_ranks: int) -> dict[str, list[int]]:
+    """The ranks that run the same stages, under the words for these stages. ``first``: the class of
+    rank 0.
     """
-    stages = getattr(first, "stages", None)
-    meshes = [range(num_ranks)] if stages is None else [stage.ranks for stage in stages]
-    program = functools.cache(
-        lambda rank: _program(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"))
-    )
-    found = set()
-    for ranks in meshes:
-        first_with: dict[str, int] = {}
-        for rank in ranks:
-            first_with.setdefault(program(rank), rank)
-        found |= {*first_with.values()}
-    return sorted(found)
-
-
-class _WithoutNumbers(ast.NodeTransformer):
-    """Takes the numbers out of what a file declares, in its class and in ``declare``: its rank, and
-    where its pieces begin. What it computes stays as it is: ``forward``, and all that it calls.
-    """
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self.generic_visit(node) if node.name == "declare" else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.Constant(0) if type(node.value) is int else node
-
-
-def _program(source: str) -> str:
-    """What the file of a rank does, in a text that ranks with the same program share."""
-    tree = ast.parse(source)
-    tree.body = tree.body[1:]  # without its docstring, which tells the rank
-    return ast.dump(_WithoutNumbers().visit(tree))
+    if not issubclass(first, PipelineModule):
+        return {"the whole model": [*range(num_ranks)]}
+    found: dict[str, list[int]] = {}
+    for rank in range(num_ranks):
+        own = [str(number) for number, stage in enumerate(first.stages) if rank in stage.ranks]
+        found.setdefault(f"stage{'s' * (len(own) > 1)} {', '.join(own)}", []).append(rank)
+    return found
 
 
 def _typed_rank(

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from expert_models import verify_experts
 from museum_models import CASES
-from outside_cases import exhibits, verdict
+from outside_cases import edits_of_one_file, exhibits, verdict
 from torch import nn
 from verified import verify_zoo
 
@@ -23,6 +24,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError
 from shardwright.runtime.manifest import accept
 
+BOTH = (0, 1)
 TWO = {"plan_ngpus": 2, "runtime_ngpus": 2}
 ZERO_3 = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3, "use_end2end": True}
 MODE_3D = {"plan_ngpus": 8, "runtime_ngpus": 8, "pas_config": {"mode": "3d"}}
@@ -138,6 +140,23 @@ def test_faults_of_the_museum(title: str) -> None:
     assert verdict(*exhibits()[title]).split(":")[0] == wanted
 
 
+SEVERAL_RANKS = [case for case, given in CASES.items() if given.num_ranks > 1]
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        ("pipeline", 10),
+        *(pytest.param(case, 8, marks=pytest.mark.slow) for case in SEVERAL_RANKS),
+    ],
+)
+def test_edits_of_one_file(case: str, step: int) -> None:
+    """No statement may be another one in the file of one rank alone."""
+    found = [*edits_of_one_file(case, step)]
+    assert len({kind for kind, _ in found}) >= 4
+    assert [kind for kind, said in found if not said] == []
+
+
 class OneHead(nn.Module):
     """A product over a dim of size 1, and a tensor that is filled piece by piece."""
 
@@ -186,16 +205,17 @@ def test_random_numbers_of_right_files_are_accepted() -> None:
     assert report.ok and "accepts gencode0.py" in str(report.outside), report
 
 
-def edited(folder: Path, rank: int, before: str, after: str) -> OutsideReport:
-    """What is said of the files of MLPs under tp, where the file of one rank is edited."""
+def edited(folder: Path, ranks: Iterable[int], before: str, after: str) -> OutsideReport:
+    """What is said of the files of MLPs under tp, where the files of some ranks are edited."""
     torch.manual_seed(0)
     module, x = MLPs().double(), torch.rand(4, 8, dtype=torch.float64)
     policy, config = find_policy("tp"), ComputeConfig(**TWO)
     directory = compile_into(folder, module, {"x": x}, policy, config)
-    file = directory / f"gencode{rank}.py"
-    source = file.read_text()
-    assert before in source
-    file.write_text(source.replace(before, after, 1))
+    for rank in ranks:
+        file = directory / f"gencode{rank}.py"
+        source = file.read_text()
+        assert before in source
+        file.write_text(source.replace(before, after, 1))
     accept(directory)
     return outside_certificate(directory, config, [[{"x": x}]])
 
@@ -224,55 +244,51 @@ class MLPs(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_an_edited_file_is_told_with_its_statement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+def test_an_error_of_edited_files_is_told_with_its_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file has a verdict then, and none but the edited one is named as what is at fault."""
+    """They have no verdict then."""
     monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
-    report = edited(tmp_path, rank, "all_reduce(down, tp)", "all_reduce(down - upwards, tp)")
+    report = edited(tmp_path, BOTH, "all_reduce(down, tp)", "all_reduce(down - upwards, tp)")
     assert not report.ok and all(typed.stopped for typed in report.ranks)
-    assert [typed.rank for typed in report.ranks] == [0, 1]
-    for typed, text in zip((0, 1), str(report).split("spmd_types 0.3.1 ")[1:], strict=True):
-        head, place, ended, error, raised, *_ = text.splitlines()
-        assert head.startswith(f"has no verdict on gencode{typed}.py: ")
-        assert re.fullmatch(rf"  gencode{rank}.py:\d+: .*all_reduce\(down - upwards, tp\).*", place)
-        assert ended == "  the run of the files has ended with an error, so its types are not known"
-        assert error == "  NameError: name 'upwards' is not defined"
-        assert raised == f"  raised on rank {rank} of 2"
+    head, place, ended, error, raised, *_ = str(report).splitlines()
+    known = "spmd_types 0.3.1 has no verdict on gencode0.py and 1 more of its program: "
+    assert head.startswith(known)
+    assert re.fullmatch(r"  gencode[01].py:\d+: .*all_reduce\(down - upwards, tp\).*", place)
+    assert ended == "  the run of the files has ended with an error, so its types are not known"
+    assert error == "  NameError: name 'upwards' is not defined"
+    assert re.fullmatch(r"  raised on rank [01] of 2", raised)
 
 
 def test_a_run_that_ends_before_the_typed_rank_has_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told as any other, whichever rank is at fault."""
+    """It is told as any other."""
     monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
-    report = edited(tmp_path, 0, "def declare(self):", "def declare(self):\n        1 / 0")
-    assert [rank.num_calls for rank in report.ranks] == [0, 0] and not report.ok
-    assert all("ZeroDivisionError" in rank.stopped for rank in report.ranks)
+    report = edited(tmp_path, BOTH, "def declare(self):", "def declare(self):\n        1 / 0")
+    assert [rank.num_calls for rank in report.ranks] == [0] and not report.ok
+    assert "ZeroDivisionError" in report.ranks[0].stopped
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", BOTH)
 def test_a_file_that_cannot_be_loaded_is_an_error(tmp_path: Path, rank: int) -> None:
     with pytest.raises(LoadError, match=rf"gencode{rank}.py fails when it is loaded"):
-        edited(tmp_path, rank, "import torch\n", "import torch_\n")
+        edited(tmp_path, [rank], "import torch\n", "import torch_\n")
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("all_reduce(down, tp)", "1 * down"),
-        ("softmax(up, dim=0)", "softmax(up, dim=1)"),  # a number is all that differs
-    ],
-)
-def test_a_rank_with_a_program_of_its_own_is_typed_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str
-) -> None:
-    """Its fault alone is refused: other ranks do not speak for it."""
-    monkeypatch.setattr(outside_run, "PATIENCE_S", 0.5)
-    report = edited(tmp_path, 1, before, after)
-    assert [rank.rank for rank in report.ranks] == [0, 1]
-    assert "gencode1.py:" in report.ranks[1].problem and not report.ok
+def test_an_edit_of_one_file_is_refused(tmp_path: Path) -> None:
+    """Types would accept both files: they do not say which function it is."""
+    report = edited(tmp_path, [1], "F.softmax(up, dim=0)", "torch.log_softmax(up, dim=0)")
+    assert not report.ok and not report.ranks
+    head, first, second, parts, hint = str(report).splitlines()
+    assert head == (
+        "gencode1.py does not compute what gencode0.py does, though each runs the whole model"
+    )
+    statement = r":\d+: softmax = {}\(up, dim=0\) # \[batch, up_dim/tp\] .*"
+    assert re.fullmatch(f"  gencode0.py{statement.format('F.softmax')}", first)
+    assert re.fullmatch(f"  gencode1.py{statement.format('torch.log_softmax')}", second)
+    assert parts == "  F.softmax in the first, torch.log_softmax in the second"
+    assert hint == outside_run.ONE_PROGRAM
 
 
 OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw different numbers"
@@ -310,6 +326,6 @@ def test_edited_statements(
     readers = {"up": "F.softmax(up, dim=0)", "down_tp_sum": "x + down_tp_sum"}
     reader = readers.get(value, "all_reduce(down, tp)")
     after = changed if value not in readers else reader.replace(value, changed.replace("{}", value))
-    typed = edited(tmp_path, 0, reader, after).ranks[0]
+    typed = edited(tmp_path, BOTH, reader, after).ranks[0]
     assert not typed.stopped and bool(typed.problem) == bool(problem)
     assert problem in typed.problem

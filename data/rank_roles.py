@@ -31,7 +31,7 @@ from typing import Any
 from shardwright.data.cuts import Cut, EvenCut, LayoutCut, even_piece, is_cut
 from shardwright.runtime.argument_kinds import is_path
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import ArgumentError, ConfigError, UsageError, brief
+from shardwright.runtime.errors import COMPILE_AGAIN, ArgumentError, ConfigError, UsageError, brief
 from shardwright.runtime.input_readers import InputReader
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
@@ -428,7 +428,7 @@ def _of_manifest(manifest: Manifest, rank: int | None, num_ranks: int) -> Roles:
         raise UsageError(
             f"nobody has noted which ranks read which inputs of {manifest.class_name}",
             why=f"its {MANIFEST_FILE} was written by an earlier version",
-            hint="compile again with reuse='override'",
+            hint=COMPILE_AGAIN,
         )
     made = _of_readers(readers, manifest.plan_ngpus, rank, num_ranks)
     config = manifest.config

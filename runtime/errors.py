@@ -12,6 +12,9 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+COMPILE_AGAIN = "compile again with reuse='override', which loses edits of the files"
+"""What to try where files are not what they should be: people edit and accept generated files."""
+
 
 class ShardwrightError(Exception):
     """Base of all errors raised on purpose.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import COMPILE_AGAIN, LoadError
 
 LEAST_CHUNK_BYTES = 1 << 20
 MOST_CHUNKS = 4096
@@ -133,6 +133,6 @@ class CheckedFile:
         return LoadError(
             f"{self.path} is not the file that was written",
             why=why,
-            hint="compile again with reuse='override'; if it is meant, accept it with "
+            hint=f"{COMPILE_AGAIN}; if it is meant, accept it with "
             f"`shardwright accept {self.path.parent}`",
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import COMPILE_AGAIN, LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
@@ -56,7 +56,7 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
         _release(module.__name__, directory / name, lines)
         raise LoadError(
             f"{directory / name} defines no ParallelModule named {manifest.class_name!r}",
-            hint="give the class its name back, or compile again with reuse='override'",
+            hint=f"give the class its name back, or {COMPILE_AGAIN}",
         )
     # What the file does not say itself.
     loaded.compute_config = manifest.config

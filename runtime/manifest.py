@@ -15,7 +15,7 @@ from shardwright import __version__
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.tensor_files import digest_file
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import COMPILE_AGAIN, LoadError
 from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.input_readers import InputReader
 from shardwright.runtime.json_text import parse_json
@@ -204,7 +204,7 @@ def check_versions(path: Path, data: Any) -> None:
                 if field_name != "torch_version"
                 else f"{path.parent} was compiled with another version of torch",
                 why=f"its {title} is {made_with}, here it is {installed}",
-                hint="compile again with reuse='override', or install the version it was made with",
+                hint=f"install the version it was made with, or {COMPILE_AGAIN}",
             )
 
 
@@ -253,13 +253,13 @@ def read_file(directory: Path, name: str) -> bytes:
         raise LoadError(
             f"{directory / name} is missing",
             why=f"{MANIFEST_FILE} lists it",
-            hint="copy the whole directory to this node, or compile again with reuse='override'",
+            hint=f"copy the whole directory to this node, or {COMPILE_AGAIN}",
         ) from None
     except OSError as error:
         raise LoadError(
             f"{directory / name} cannot be read",
             why=error.strerror,
-            hint="compile again with reuse='override'",
+            hint=COMPILE_AGAIN,
         ) from error
 
 
@@ -268,4 +268,4 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, why: str) -> LoadError:
-    return LoadError(f"{path} is damaged", why=why, hint="compile again with reuse='override'")
+    return LoadError(f"{path} is damaged", why=why, hint=COMPILE_AGAIN)

@@ -44,7 +44,7 @@ from shardwright.frontend.files.weight_files import Tensors
 from shardwright.runtime.activity import tell
 from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, LoadError, PlanError
+from shardwright.runtime.errors import COMPILE_AGAIN, ConfigError, LoadError, PlanError
 from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
@@ -108,7 +108,7 @@ def read_plan(directory: Path) -> Plan:
             raise ValueError("its sha256 is not that of what was written")
     except ValueError as error:
         why = error.what if isinstance(error, PlanError) else str(error)
-        hint = "compile again with reuse='override'"
+        hint = COMPILE_AGAIN
         raise LoadError(f"{directory / PLAN_FILE} is damaged", why=why, hint=hint) from error
     return Plan.from_json(data)
 
@@ -270,7 +270,7 @@ class Stored:
             problem = LoadError(
                 f"{path} is a folder" if path.is_dir() else f"{path} is missing",
                 why=f"{MANIFEST_FILE} lists it",
-                hint="compile again with reuse='override', or copy the whole directory",
+                hint=f"copy the whole directory, or {COMPILE_AGAIN}",
             )
             return cls(directory, problem=problem)
         return cls(directory, manifest)

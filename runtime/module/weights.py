@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardwright.runtime.checkpoint.tensor_files import byte_ranges, header_bytes
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import COMPILE_AGAIN, LoadError
 from shardwright.runtime.file_digests import CheckedFile, ChunkDigests
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.mesh import Coords
@@ -60,7 +60,7 @@ class WeightFiles:
                     raise
                 except Exception as error:
                     self._stack.close()
-                    hint = "compile again with reuse='override'"
+                    hint = COMPILE_AGAIN
                     raise LoadError(f"{path} cannot be read", why=str(error), hint=hint) from error
                 self._handles.update(dict.fromkeys(handle.keys(), handle))
         return self
@@ -105,7 +105,7 @@ class WeightFiles:
             raise LoadError(
                 f"the initial value of {name!r} in {self.directory} has shape {stored.get_shape()}",
                 why=f"the program was compiled for {list(layout.shape)}",
-                hint="compile again with reuse='override'",
+                hint=f"if its declaration was edited, edit it back; else {COMPILE_AGAIN}",
             )
         # The stretches of each dim that this rank holds.
         runs = [layout.runs(dim, mesh, coords) for dim in range(len(layout.dims))]
@@ -118,7 +118,7 @@ class WeightFiles:
             raise LoadError(
                 f"the initial value of {name!r} in {self.directory} is {value.dtype}",
                 why=f"the program was compiled for {declaration.dtype}",
-                hint="compile again with reuse='override'",
+                hint=f"if its declaration was edited, edit it back; else {COMPILE_AGAIN}",
             )
         return value
 

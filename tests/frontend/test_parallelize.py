@@ -17,6 +17,7 @@ from shardwright.compiler.cost.time.operator_file import dumps_times
 from shardwright.frontend.files import cache
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.errors import (
+    COMPILE_AGAIN,
     ConfigError,
     DistributedError,
     FileError,
@@ -329,10 +330,7 @@ def test_flipped_bytes_of_stored_values_do_not_load(tmp_path, reuse):
     assert text.splitlines()[:3] == [
         f"{path} is not the file that was written",
         f"  why:   the sha256 of its bytes 0 to {len(data)} is not that of what was written",
-        (
-            "  try:   compile again with reuse='override'; if it is meant, accept it with "
-            f"`shardwright accept {folder}`"
-        ),
+        (f"  try:   {COMPILE_AGAIN}; if it is meant, accept it with `shardwright accept {folder}`"),
     ]
     torch.testing.assert_close(load_on_ranks(tmp_path, reuse="override"), expected, rtol=0, atol=0)
 
@@ -474,7 +472,7 @@ def test_missing_and_damaged_files(tmp_path):
     assert refusal(LoadError, lambda: compile_net(tmp_path)) == (
         f"{folder / 'gencode1.py'} is missing\n"
         "  why:   manifest.json lists it\n"
-        "  try:   compile again with reuse='override', or copy the whole directory"
+        f"  try:   copy the whole directory, or {COMPILE_AGAIN}"
     )
     compile_net(tmp_path, reuse="moo")
     (folder / "gencode1.py").unlink()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwright import build_optimizer, parallelize
 from shardwright.runtime.checkpoint.tensor_files import digest_file
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.errors import COMPILE_AGAIN, LoadError
 from shardwright.runtime.file_digests import ChunkHasher
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
@@ -174,7 +174,7 @@ def test_a_missing_file(files):
     assert refusal(files, 1) == (
         f"{files / 'gencode1.py'} is missing\n"
         "  why:   manifest.json lists it\n"
-        "  try:   copy the whole directory to this node, or compile again with reuse='override'"
+        f"  try:   copy the whole directory to this node, or {COMPILE_AGAIN}"
     )
 
 
@@ -221,10 +221,7 @@ def test_a_manifest_of_another_version(files, field, value, what, why):
     lines = refusal(files, 0).splitlines()
     assert lines[0] == f"{files} was compiled with another version of {what}"
     assert lines[1].startswith(f"  why:   {why}")
-    assert (
-        lines[2]
-        == "  try:   compile again with reuse='override', or install the version it was made with"
-    )
+    assert lines[2] == f"  try:   install the version it was made with, or {COMPILE_AGAIN}"
 
 
 def test_the_minor_version_of_torch_may_differ(files):

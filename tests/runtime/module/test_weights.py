@@ -158,12 +158,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert refusal(tmp_path, declared("[4/tp]")) == (
         f"the initial value of 'w' in {tmp_path} has shape [3]\n"
         "  why:   the program was compiled for [4]\n"
-        "  try:   compile again with reuse='override'"
+        "  try:   if its declaration was edited, edit it back; else compile again with "
+        "reuse='override', which loses edits of the files"
     )
     assert refusal(tmp_path, declared("[3/tp]")) == (
         f"the initial value of 'w' in {tmp_path} is torch.float32\n"
         "  why:   the program was compiled for torch.float64\n"
-        "  try:   compile again with reuse='override'"
+        "  try:   if its declaration was edited, edit it back; else compile again with "
+        "reuse='override', which loses edits of the files"
     )
     constant = Declaration("c", "constant", Layout.parse("[3]"), torch.float32, persistent=False)
     assert refusal(tmp_path, constant) == (

@@ -140,6 +140,7 @@ def settled(
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
     best = found.answer.plan
+    has_one_size = config.num_units > 1 and config.pas_config.get("unit_sizes") is None
     # An operator without an entry is computed whole on every rank, as an empty one says.
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
     return replace(
@@ -148,7 +149,9 @@ def settled(
         policy="autodist",
         # Of several sizes of a unit, the figure is for the largest.
         imbalance=None if imbalance is None else capped(imbalance, best.mesh.size),
-        certificate=certificate(found, found.answer, hardware),
+        certificate=certificate(
+            found, found.answer, hardware, config.plan_ngpus if has_one_size else None
+        ),
     )
 
 

@@ -64,6 +64,10 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
     why = "not searched, as 9 s of the limit were over when other sizes had been traced"
     assert found.refused == {f"microbatches of {size}": why for size in (4, 2, 1)}
     assert plan.certificate is not None
+    assert plan.certificate.covers == (
+        "any plan on the one mesh that the search came to, without pipelines, but not with 3 of 4 "
+        "sizes of a microbatch"
+    )
     proof = "\n".join(plan.certificate.proof)
     assert "the search was ended by the time limit of 12 s" in proof
     assert "; no time was left to trace microbatches of 4, microbatches of 2 and 1 more" in proof

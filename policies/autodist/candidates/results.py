@@ -178,8 +178,10 @@ class SearchResult:
     - ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     - ``arithmetic_bound_s``: the seconds that no plan is below, searched or not.
     - ``not_compared``: see :class:`NotCompared`; ``is_compared``: whether there are other meshes.
-    - ``interrupted``: what ended the search before its end, in words; ``searched``: the searches
-      that this is of, where there were several.
+    - ``interrupted``: what ended the search before its end, in words; ``num_left``: the meshes
+      that it did not come to by then.
+    - ``searched``: the searches that this is of, where there were several; ``left_out``: how many
+      of them there was no time for, in words.
     """
 
     audited: list[Candidate] = field(default_factory=list)
@@ -193,8 +195,10 @@ class SearchResult:
     unbounded: list[str] = field(default_factory=list)
     least: tuple[float, str, str] = (float("inf"), "", "")
     interrupted: str | None = None
+    num_left: int = 0
     seconds: float = 0.0
     searched: str = ""
+    left_out: str = ""
     not_compared: list[NotCompared] = field(default_factory=list)
     is_compared: bool = False
     arithmetic_bound_s: float = 0.0

@@ -195,8 +195,12 @@ BY_ITSELF = (
 """What certificates say where a program that was audited does so."""
 
 
-def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
-    """What is certain of the best plan."""
+def certificate(
+    result: SearchResult, best: Candidate, hardware: Hardware, unit_ranks: int | None = None
+) -> Certificate:
+    """What is certain of the best plan. ``unit_ranks``: the ranks of a unit, where there are
+    several units and no other size of them was searched.
+    """
     sharing = hardware.device.sharing
     # Bounds are of ranks that all compute; a rank with a core for itself is faster.
     speed = 1.0 if sharing is None else sharing.speed(1)
@@ -225,7 +229,7 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
         _space(result, best),
         hardware.name,
         tuple(_tried(result)),
-        covers=_covers(result),
+        covers=_covers(result, unit_ranks),
         apart_s=None if best.compared_s == best.step_s else best.compared_s,
         cut_short=_cut_short(result, best),
     )
@@ -263,8 +267,10 @@ def _gathers_weights(result: SearchResult, best: Candidate) -> bool:
     )
 
 
-def _covers(result: SearchResult) -> str:
-    """What the bound is of: meshes, and schedules of pipelines on them."""
+def _covers(result: SearchResult, unit_ranks: int | None) -> str:
+    """What the bound is of: meshes, and schedules of pipelines on them; and what it leaves out, as
+    there was no time.
+    """
     if result.rests_on_arithmetic:
         return "any plan at all on so many ranks"
     left_out = result.without_bound
@@ -273,11 +279,19 @@ def _covers(result: SearchResult) -> str:
     # What was refused cannot be, or takes longer than others by its own bound.
     titles |= {title for title, why in result.refused.items() if not why.startswith(NOT_SEARCHED)}
     has_stages = bool(result.bounded) or any(candidate.plan.stages for candidate in bounded)
-    meshes = "one mesh" if len(titles) == 1 else f"{len(titles)} meshes"
-    words = f"any plan on {meshes}" + (" and schedules" if has_stages else ", without pipelines")
-    has_all = result.interrupted is None and not left_out
-    came_to = "the one" if len(titles) == 1 else "those"
-    return words if has_all else f"{words}, {came_to} that the search came to"
+    words = "one mesh" if len(titles) == 1 else f"{len(titles)} meshes"
+    words += " and schedules" if has_stages else ""
+    if result.interrupted is not None or left_out:
+        words = f"the {words} that the search came to"
+    if unit_ranks is not None:
+        words += f" in units of {unit_ranks} rank{'s' if unit_ranks > 1 else ''}"
+    words += "" if has_stages else ", without pipelines"
+    missing = []
+    if result.num_left:
+        missing.append(f"not on {result.num_left} other mesh{'es' if result.num_left > 1 else ''}")
+    if result.left_out:
+        missing.append(f"not with {result.left_out}")
+    return f"any plan on {words}" + (f", but {' and '.join(missing)}" if missing else "")
 
 
 def _space(result: SearchResult, best: Candidate) -> str:

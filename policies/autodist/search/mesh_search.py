@@ -84,8 +84,8 @@ class MeshSearch:
         for where in tuple(self.left):
             if not self.state.may_place(where.mesh):
                 continue  # there may be time for one of fewer axes
-            self.left.remove(where)
             placed_mesh = self._place(where)
+            self.left.remove(where)
             if placed_mesh is None:
                 continue
             self.placed.append(placed_mesh)

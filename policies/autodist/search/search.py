@@ -183,6 +183,7 @@ class Search:
         except KeyboardInterrupt:
             self.result.interrupted = INTERRUPT
         simple_policies.note(placed, left)
+        self.result.num_left = len(left)
         self.result.arithmetic_bound_s = arithmetic_bound_s(
             self.graph,
             self.config,

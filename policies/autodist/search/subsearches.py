@@ -219,7 +219,26 @@ class Subsearches:
             total.searched += f" ({of}; no time was left for others)"
         if untraced:
             total.searched += f"; no time was left to trace {first_of(untraced)}"
+        # Of every size that was not traced, each stage of ZeRO is left out.
+        num_stages = len({subsearch.zero_stage for subsearch in self.listed})
+        num_asked = len(self.listed) + num_stages * len(untraced)
+        if len(begun) < num_asked:
+            total.left_out = f"{num_asked - len(begun)} of {num_asked} {self._choices}"
         return total
+
+    @property
+    def _choices(self) -> str:
+        """What is chosen among: ``sizes of a microbatch``, or ``combinations of unit and ...``."""
+        first = self.listed[0]
+        chosen = {
+            "unit": ("sizes of a unit", first.unit_size),
+            "microbatch": ("sizes of a microbatch", first.batch),
+            "stage of ZeRO": ("stages of ZeRO", first.zero_stage),
+        }
+        names = [name for name, (_, value) in chosen.items() if value is not None]
+        if len(names) == 1:
+            return chosen[names[0]][0]
+        return f"combinations of {_listed(names)}"
 
 
 def _samples(graph_of_batch: tuple[Batch | None, PlannableGraph]) -> int:
@@ -254,6 +273,7 @@ def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None
     ]
     # Some search had time for some simple policy: then the message names what was left, not all.
     total.is_compared |= found.is_compared
+    total.num_left += found.num_left
     total.arithmetic_bound_s = min(total.arithmetic_bound_s, found.arithmetic_bound_s)
     total.unanswered |= {
         f"{title}, {subsearch.title}": bound for title, bound in found.unanswered.items()

@@ -161,6 +161,10 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     assert found.best is not None and found.arithmetic_bound_s == least > 0
     searched = settled(found, config, hardware).certificate
     assert searched is not None and searched.bound_s > least
+    assert searched.covers == "any plan on one mesh, without pipelines"
+    units = settled(found, replace(config, runtime_ngpus=4), hardware).certificate
+    assert units is not None
+    assert units.covers == "any plan on one mesh in units of 2 ranks, without pipelines"
     assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in searched.proof
 
     unplaced = replace(
@@ -169,6 +173,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     ended = SearchResult(
         audited=[unplaced],
         interrupted="the time limit of 1 s",
+        num_left=3,
         not_compared=[NotCompared("x=4")],
         arithmetic_bound_s=least,
     )
@@ -205,7 +210,8 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     stated = settled(ended, config, hardware).certificate
     assert stated is not None and stated.bound_s == found.best.bound_s > least
     assert (
-        stated.covers == "any plan on one mesh, without pipelines, the one that the search came to"
+        stated.covers == "any plan on the one mesh that the search came to, without pipelines, but "
+        "not on 3 other meshes"
     )
     assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in stated.proof
     # Nor does a pipeline: it is not in that bound either.

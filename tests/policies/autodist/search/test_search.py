@@ -534,6 +534,8 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
 
     found = search(interrupted)
     assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
+    # Of x=4, x=2 x y=2, pp=2 x x=2 and pp=4 it had placed two.
+    assert (found.num_left, everything().num_left) == (2, 0)
 
 
 def test_an_interrupt_that_the_solver_took_ends_the_search() -> None:

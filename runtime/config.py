@@ -235,6 +235,19 @@ class ComputeConfig:
         without = {} if stage else {"zero_ngroups": 1, "zero_use_reduce_scatter": False}
         return replace(self, use_zero=stage, **without)  # type: ignore[arg-type]
 
+    @checked
+    def with_bucket_cap(self, size_mb: float) -> ComputeConfig:
+        """The config with buckets of ``size_mb`` MiB of gradients, wherever it says how large they
+        are.
+
+        Raises :class:`ConfigError` if the size is not above 0.
+        """
+        table = self.optimizer_table
+        if table is None:
+            return replace(self, reducer_bucket_cap_mb=size_mb)
+        larger = replace(table, bucket_cap_mb=size_mb)
+        return replace(self, distributed_optimizer=larger, reducer_bucket_cap_mb=None)
+
     @property
     def optimizer_table(self) -> DistributedOptimizerConfig | None:
         """:attr:`distributed_optimizer` as it was read."""

@@ -8,11 +8,12 @@ that, the optimizer updates a quarter of the parameters, and an all-gather takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.local_calls import estimated_size, local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import (
     OptimizerMemory,
@@ -28,7 +29,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
 from shardwright.compiler.cost.time.adapter_time import reduction_s
 from shardwright.compiler.cost.time.exchange_time import NO_EXCHANGE, WHOLES, Exchange, exchange_of
 from shardwright.compiler.cost.time.operator_time import optimizer_s
-from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import ranks_of_units
 from shardwright.runtime.config import ComputeConfig
@@ -308,6 +309,32 @@ class _Where:
             unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes,
             num_shards=shards,
         )  # fmt: skip
+
+
+def with_full_buckets(config: ComputeConfig, parameters: Iterable[IRValue]) -> ComputeConfig:
+    """The config with buckets of gradients no larger than all gradients of the model together,
+    which are packed as before. Each parameter pays its share of a full bucket, and so all of a
+    small model's pay for the one message that they are in.
+
+    A rank that holds a piece of each parameter pays for as large a part of a message.
+    """
+    if config.inference_only:
+        return config
+    all_mb = all_gradients_mb(config, parameters)
+    cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
+    return config.with_bucket_cap(all_mb) if 0 < all_mb < cap_mb else config
+
+
+def all_gradients_mb(config: ComputeConfig, parameters: Iterable[IRValue]) -> float:
+    """MiB of the gradients of these parameters, whole, as they are summed."""
+    settings = ReductionSettings.of(config, config.num_units)
+    sizes = {
+        value.fqn: math.prod(estimated_size(size) for size in value.shape)
+        * settings.gradient_dtype(value.dtype).itemsize
+        for value in parameters
+        if value.requires_grad
+    }
+    return sum(sizes.values()) / 2**20
 
 
 def accumulated_bytes(

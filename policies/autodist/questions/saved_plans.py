@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.after_backward import all_gradients_mb
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
@@ -113,35 +113,14 @@ def _with_larger_buckets(request: Request) -> Iterator[Choice]:
     if config.inference_only:
         return
     cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
-    all_mb = _all_gradients_mb(request)
+    all_mb = all_gradients_mb(config, request.graph.used_parameters)
     sizes = {min(times * cap_mb, float(math.ceil(all_mb))) for times in (4, 16)}
     name = "bucket_cap_mb" if config.optimizer_table else "reducer_bucket_cap_mb"
     for size in sorted(sizes) if cap_mb < all_mb else ():
-        asked = replace(request, config=_with_bucket_cap(config, size))
+        asked = replace(request, config=config.with_bucket_cap(size))
         for choice in _choice(asked, f"{name}={size:g}", best.plan):
             if choice.step_s < best.step_s * (1 - FELT):
                 yield choice
-
-
-def _all_gradients_mb(request: Request) -> float:
-    """MiB of the gradients of the model, whole, as they are summed."""
-    settings = ReductionSettings.of(request.config, request.config.num_units)
-    num_bytes = sum(
-        math.prod(estimated_size(size) for size in value.shape)
-        * settings.gradient_dtype(value.dtype).itemsize
-        for value in request.graph.used_parameters
-        if value.requires_grad
-    )
-    return num_bytes / 2**20
-
-
-def _with_bucket_cap(config: ComputeConfig, size_mb: float) -> ComputeConfig:
-    """The config with so many MiB of gradients in a bucket."""
-    table = config.optimizer_table
-    if table is None:
-        return replace(config, reducer_bucket_cap_mb=size_mb)
-    changed = replace(table, bucket_cap_mb=size_mb)
-    return replace(config, distributed_optimizer=changed, reducer_bucket_cap_mb=None)
 
 
 def _with_microbatches(request: Request) -> Iterator[Choice]:

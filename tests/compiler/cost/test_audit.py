@@ -16,10 +16,12 @@ from precision import float64_casts
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.local_calls import local_bytes, local_call
-from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
+from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier, load_hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.time.adapter_time import reduction_s, step_time
+from shardwright.compiler.cost.time.after_backward import all_gradients_mb
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
+from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.cost.time.operator_time import op_time, optimizer_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.plan import Plan
@@ -88,6 +90,9 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
     program = found.program
     assert isinstance(program, Program)
     mesh, ranks, total = program.plan.mesh, tuple(range(plan)), 0.0
+    # No bucket is larger than all gradients.
+    values = [held.value for held in program.declarations]
+    bucket_bytes = all_gradients_mb(config, values) * 2**20
     for step in program.body:
         if isinstance(step, Adapt):
             gradient = step.of.requires_grad
@@ -99,7 +104,10 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
     for declaration in program.declarations:
         if declaration.value.kind is ValueKind.PARAMETER:
             layout, dtype = declaration.layout, declaration.value.dtype
-            total += reduction_s(layout, dtype, mesh, ranks, HARDWARE, num_units=config.num_units)
+            total += reduction_s(
+                layout, dtype, mesh, ranks, HARDWARE,
+                num_units=config.num_units, bucket_bytes=bucket_bytes,
+            )  # fmt: skip
             num_bytes = local_bytes(layout, dtype, mesh)
             total += optimizer_s(num_bytes, 2 * num_bytes, HARDWARE)
     cost = audit(program, config, HARDWARE)
@@ -111,6 +119,17 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
         [rank.rank for rank in cost.ranks] == [memory.rank for memory in cost.memory] == list(ranks)
     )
     assert cost.timeline[-1].end_s == pytest.approx(cost.step_s)
+
+
+def test_gradients_of_a_small_model_pay_for_a_whole_message() -> None:
+    """They all lie in one bucket, which is far from full."""
+    hardware = load_hardware("h100", 512)
+    found, config = compiled("dp", 1, 512)
+    assert isinstance(found.program, Program)
+    num_bytes = 2**20 * all_gradients_mb(config, found.program.graph.used_parameters)
+    message_s = collective_s(hardware, "all_reduce", num_bytes, range(512))
+    seconds = audit(found.program, config, hardware).ranks[0].comm_s["units gradients"]
+    assert message_s < seconds < message_s + hardware.device.memory_s(4 * num_bytes)
 
 
 def test_measured_times_count() -> None:

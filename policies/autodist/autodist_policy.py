@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shardwright.compiler.collector import only_new_objects
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.amounts import amount
@@ -198,13 +197,13 @@ def search_each(
 
     def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
         chosen = options_of(subsearch, options, time_limit_s)
-        # As audits have it.
-        config = with_full_buckets(subsearch.config, subsearch.graph.used_parameters)
-        space = replace(_space(subsearch.graph, config, chosen, hardware), worth_s=worth_s)
+        space = replace(
+            _space(subsearch.graph, subsearch.config, chosen, hardware), worth_s=worth_s
+        )
         clock = Clock(time_limit_s, steady=steady_share(options.time_limit_s))
-        placer = Placer(subsearch.graph, config, chosen, hardware, times, pricings, clock)
+        placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
         return Search(
-            subsearch.graph, config, hardware, space, placer,
+            subsearch.graph, subsearch.config, hardware, space, placer,
             optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 

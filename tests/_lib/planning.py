@@ -10,7 +10,7 @@ from plans import annotated, traced
 from torch import nn
 
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.cost.time.after_backward import Reduction, with_full_buckets
 from shardwright.compiler.cost.time.body_time import body_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -68,10 +68,11 @@ def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:
 def request(
     graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any
 ) -> PlacementRequest:
-    """A request on all ranks of a job that is one unit."""
+    """A request on all ranks of a job that is one unit, with buckets as audits have them."""
     config = options.pop("config", None) or ComputeConfig(
         plan_ngpus=mesh.size, runtime_ngpus=mesh.size
     )
+    config = with_full_buckets(config, graph.used_parameters)
     return PlacementRequest(
         graph, mesh, tuple(range(mesh.size)), hardware or slow_machine(mesh.size), config, **options
     )

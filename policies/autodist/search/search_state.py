@@ -12,6 +12,7 @@ from functools import cached_property
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ops.rule import ATTENTION
@@ -95,7 +96,8 @@ class SearchState:
         times: OperatorTimes | None,
         clock: Clock,
     ) -> None:
-        self.graph, self.config, self.hardware = graph, config, hardware
+        self.config = with_full_buckets(config, graph.used_parameters)  # as audits have it
+        self.graph, self.hardware = graph, hardware
         self.space, self.place = space, place
         self.optimizer, self.times, self.clock = optimizer, times, clock
         self.cutter = Cutter(graph, space)

@@ -15,6 +15,7 @@ from plans import zoo_graph
 
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.outputs import output_wishes
@@ -44,6 +45,7 @@ def cut_request_for(
     graph, inner = zoo_graph(name), mesh_of(mesh)
     size = inner.size * num_positions
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_end2end=True, outputs="loss")
+    config = with_full_buckets(config, graph.used_parameters)
     hardware, ranks = (
         slow_machine(size, bytes_per_s=rate),
         position_ranks(inner, num_positions, 0)[0],

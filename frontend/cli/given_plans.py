@@ -51,6 +51,7 @@ from shardwright.policies.autodist.questions.launches import (
     repeated_work,
 )
 from shardwright.policies.saved_plan import read_plan_file
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
@@ -111,9 +112,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     if microbatches is None and request.named is not None:
         microbatches = request.named.added_up
 
-    def cost_of(compiled: Compiled, machine: Hardware = hardware) -> PlanCost:
+    def cost_of(
+        compiled: Compiled, machine: Hardware = hardware, config: ComputeConfig | None = None
+    ) -> PlanCost:
         return audit(
-            compiled.program, compiled.config, machine,
+            compiled.program, config or compiled.config, machine,
             optimizer=optimizer, times=times, num_microbatches=microbatches,
         )  # fmt: skip
 
@@ -122,12 +125,12 @@ def run_simulate(options: argparse.Namespace) -> int:
     print(cost.dumps() if options.json else cost.in_words(see_each=see_each))
     if not options.json:
 
-        def step_on(machine: Hardware) -> float:
-            return cost_of(compiled, machine).step_s
+        def step_on(machine: Hardware, config: ComputeConfig = compiled.config) -> float:
+            return cost_of(compiled, machine, config).step_s
 
         for told in (
             request.unsaid(compiled.config, cost),
-            bound_by_launches(cost.step_s, hardware, step_on, config.runtime_ngpus),
+            bound_by_launches(compiled.plan, cost.step_s, hardware, compiled.config, step_on),
             repeated_work(compiled.plan, config.num_units),
             host_unknown(cost.step_s, hardware, step_on),
         ):

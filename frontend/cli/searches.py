@@ -216,11 +216,10 @@ def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> 
 def _say_what_slows(console: Console, request: Request) -> None:
     best = request.best
 
-    def step_on(machine: Hardware) -> float:
-        return replace(request, hardware=machine).auditor(best.plan).step_s
+    def step_on(machine: Hardware, config: ComputeConfig = request.config) -> float:
+        return replace(request, hardware=machine, config=config).auditor(best.plan).step_s
 
-    num_ranks = request.config.runtime_ngpus
-    launches = bound_by_launches(best.step_s, request.hardware, step_on, num_ranks)
+    launches = bound_by_launches(best.plan, best.step_s, request.hardware, request.config, step_on)
     repeated = repeated_work(best.plan, request.config.num_units)
     host = host_unknown(best.step_s, request.hardware, step_on)
     uneven = _uneven_work(request)

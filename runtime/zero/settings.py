@@ -11,7 +11,7 @@ import torch
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 
-DEFAULT_BUCKET_CAP_MB = 25.0
+DEFAULT_BUCKET_CAP_MB, MOST_BUCKET_CAP_MB = 25.0, 512.0
 
 
 def default_bucket_cap_mb(num_units: int) -> float:
@@ -19,7 +19,7 @@ def default_bucket_cap_mb(num_units: int) -> float:
     is more. A message goes around a ring of all units, and waits for every hop, however small its
     pieces are. More than 512 would leave ZeRO-2 little to free, and backward little to hide.
     """
-    return min(max(DEFAULT_BUCKET_CAP_MB, 2.0 * num_units), 512.0)
+    return min(max(DEFAULT_BUCKET_CAP_MB, 2.0 * num_units), MOST_BUCKET_CAP_MB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import planning
 import plans
@@ -14,6 +14,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.questions.explain import Request
 from shardwright.policies.autodist.questions.launches import (
     bound_by_launches,
     host_unknown,
@@ -23,23 +24,65 @@ from shardwright.policies.autodist.questions.saved_plans import request_of_plan
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.layout import Layout, Mesh
 
+LAUNCH, LATENCY = "launch_s", "latency_s"
+
 
 @pytest.mark.parametrize(
-    ("ranks", "words"), [(2, "use fewer ranks, or larger"), (1, "larger microbatches cost little")]
+    ("policy", "ranks", "config", "wait", "words"),
+    [
+        ("tp", 2, {}, (LAUNCH, 1e3), "; use fewer ranks, or larger microbatches"),
+        ("tp", 1, {}, (LAUNCH, 1e3), "; larger microbatches cost little more"),
+        # Each rank of a pipeline would launch the operators of another one, too.
+        ("pp", 2, {"use_end2end": True}, (LAUNCH, 1e3), "; use larger microbatches"),
+        # Half of the ranks would have almost twice the work, as they wait little more than half of
+        # the time.
+        ("dp", 64, {}, (LATENCY, 1.5), "; use larger microbatches"),
+        ("dp", 64, {}, (LATENCY, 10.0), "; use fewer ranks, or larger microbatches"),
+        # Several messages, where one would do: 12 latencies, along a tree of 64 ranks and back.
+        (
+            "dp",
+            64,
+            {"reducer_bucket_cap_mb": 0.001},
+            (LATENCY, 1.0),
+            "; use larger buckets of gradients (reducer_bucket_cap_mb=512: 26.8 s)",
+        ),
+        (
+            "dp",
+            64,
+            {"distributed_optimizer": {"bucket_cap_mb": 0.001}, "use_zero": 0},
+            (LATENCY, 10.0),
+            "; use larger buckets of gradients (distributed_optimizer.bucket_cap_mb=512: 135 s), "
+            "or fewer ranks, or larger microbatches",
+        ),
+    ],
 )
-def test_it_is_said_of_a_plan_that_launches_bind(ranks: int, words: str) -> None:
-    graph, machine = plans.zoo_graph("mlp"), planning.slow_machine(2)
-    config = ComputeConfig(plan_ngpus=ranks, runtime_ngpus=ranks)
-    plan = find_policy("tp").apply(graph, config).plan
+def test_it_is_said_of_a_plan_that_launches_bind(
+    policy: str, ranks: int, config: dict[str, Any], wait: tuple[str, float], words: str
+) -> None:
+    """And what would help: fewer ranks only where they lose little."""
+    graph, machine = plans.zoo_graph("mlp"), planning.slow_machine(ranks)
+    unit = 1 if policy == "dp" else ranks
+    asked = ComputeConfig(plan_ngpus=unit, runtime_ngpus=ranks, **config)
+    applied = find_policy(policy).apply(graph, asked)
+    plan = applied if isinstance(applied, Plan) else applied.plan
+    assert plan is not None
+    name, seconds = wait
+    long = {name: seconds}
+    if name == LATENCY:
+        slow = replace(machine, tiers=tuple(replace(tier, **long) for tier in machine.tiers))
+    else:
+        slow = replace(machine, device=replace(machine.device, **long))
     said = []
-    for launch_s in (0.0, 1e3):
-        slow = replace(machine, device=replace(machine.device, launch_s=launch_s))
-        request = request_of_plan(graph, config, AutodistOptions(), slow, plan)
-        auditor = partial(lambda r, on: replace(r, hardware=on).auditor(plan).step_s, request)
-        said.append(bound_by_launches(request.best.step_s, slow, auditor, ranks))
+    for on in (machine, slow):
+        request = request_of_plan(graph, asked, AutodistOptions(), on, plan)
+
+        def step_on(on: Hardware, config: ComputeConfig, request: Request = request) -> float:
+            return replace(request, hardware=on, config=config).auditor(request.best.plan).step_s
+
+        said.append(bound_by_launches(plan, request.best.step_s, on, asked, step_on))
     nothing, told = said
     assert nothing is None and told is not None
-    assert told.startswith("bound by launches: of ") and words in told
+    assert told.startswith("bound by launches: of ") and told.endswith(f"messages{words}")
 
 
 def test_ranks_that_do_what_others_do_are_counted() -> None:

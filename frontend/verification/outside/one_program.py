@@ -80,7 +80,7 @@ def _without_rank(source: str, rank: int) -> str:
     if source.startswith('"""'):
         _, header, source = source.split('"""', 2)
         source = "\n" * header.count("\n") + source
-    return source.replace(f"\n    rank = {rank}\n", "\n    rank = own\n", 1)
+    return source.replace(f"\n    rank = {rank}\n", "\n    rank = its_own\n", 1)
 
 
 def program_of(source: str) -> ast.Module:

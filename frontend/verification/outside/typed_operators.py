@@ -35,6 +35,9 @@ from shardwright.runtime.ranks.groups import AxisGroup
 Rule = Callable[..., Any]
 
 LETTERS = "abcdefghijklm"
+CASTS = ("to", "float", "double", "half", "bfloat16")
+"""The methods of a tensor that change its dtype."""
+
 RULES: dict[str, Rule] = {}
 """The rule of a function of torch or of ours, by its name: a function of the arguments it needs."""
 
@@ -178,6 +181,15 @@ def random_like(*, input: Typed, draw: Draw | None = None) -> Typed:
 def feature_alpha_dropout(*, input: Typed, draw: Draw | None = None) -> Typed:
     check_drawn(input, draw, 2)
     return einsum("...->...", input)
+
+
+@rule(*CASTS)
+def cast(*, input: Typed, results: Tensor) -> Typed:
+    """Floats of another dtype: the sum of what was rounded is the sum that is rounded, but for
+    rounding. Integers are not.
+    """
+    is_linear = results.is_floating_point() or results.is_complex()
+    return einsum("...->...", input, linear_in=(0,) if is_linear else ())
 
 
 @rule("only_finite", "unclamped")
@@ -699,6 +711,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "cat": ("tensors", "dim"),
     "linear": ("input", "weight", "bias"),
     "addmm": ("input", "mat1", "mat2"),
+    **dict.fromkeys(CASTS, ("input",)),
     "pad": ("input", "pad", "mode", "value"),
     "mean": ("input", "dim", "keepdim", "dtype"),
     "softmax": ("input", "dim", "dtype"),
@@ -742,6 +755,7 @@ TORCH: dict[Callable[..., Any], Rule] = {
     torch.addmm: addmm,
     torch.einsum: written_einsum,
     **{getattr(F, name): found for name, found in RULES.items() if hasattr(F, name)},
+    **{getattr(torch.Tensor, name): cast for name in CASTS},
     **{
         getattr(owner, name): RULES[name]
         for owner in (torch, torch.Tensor)

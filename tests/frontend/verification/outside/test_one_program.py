@@ -128,7 +128,7 @@ GELU = 'y = F.gelu( both, approximate="tanh" )'
         ("rank = 1", "rank = 2", [
             "gencode0.py:11: rank = 0",
             "gencode1.py:11: rank = 2",
-            "own in the first, 2 in the second",
+            "its_own in the first, 2 in the second",
         ]),
         ('"y", stage=1', '"y", stage=2', None),
         ("import Tensor", "import Tensor, nn", [

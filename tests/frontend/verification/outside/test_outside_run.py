@@ -308,6 +308,9 @@ OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw d
             "all_reduce(down, tp, backward='all_reduce')",
             "the comment states R over tp, and spmd_types derives [-, -] G(tp)",
         ),
+        # A summand in another dtype, which is one as long as it is a float.
+        ("down", "all_reduce(down.to(torch.float32).to(torch.float64), tp)", ""),
+        ("down", "all_reduce(down.to(torch.int64).to(torch.float64), tp)", "the op is linear in"),
         # A piece, which no other rank has.
         ("up", "F.dropout({})", ""),
         ("up", "{} - {}.amax(dim=0)", ""),

@@ -27,6 +27,7 @@ from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.manifest import accept
 
 Mutation = Callable[[Any], Any]
+Edit = Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -103,9 +104,6 @@ def edits_of(source: str, start: int = 0, step: int = 1) -> Iterator[tuple[str, 
         yield kind, ast.unparse(tree) + "\n"
 
 
-Edit = Callable[[], None]
-
-
 def _places(tree: ast.Module) -> Iterator[tuple[str, Edit]]:
     """What may be edited in a tree: the kind of the edit, and a function that makes it."""
     for method in ast.walk(tree):
@@ -124,8 +122,8 @@ def _with_factor(statement: ast.Assign) -> None:
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[str, Edit]]:
-    if isinstance(node, ast.Constant) and not isinstance(node.value, str | None):
-        value = not node.value if isinstance(node.value, bool) else node.value + 1  # type: ignore[operator]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        value = not node.value if isinstance(node.value, bool) else node.value + 1
         yield "another constant", lambda: setattr(node, "value", value)
     elif isinstance(node, ast.BinOp):
         sign = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()

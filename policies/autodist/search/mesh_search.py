@@ -100,7 +100,7 @@ class MeshSearch:
 
     def try_first(self) -> None:
         """Place the first mesh. Where that shows that there is time for few meshes, go on at once
-        to a plan that fits, and to what else the first few may give.
+        to a plan that fits, from the first few.
         """
         # The first mesh tells how long placing takes.
         self.place_until(0.0)
@@ -121,8 +121,6 @@ class MeshSearch:
                 self.placed[index] = replace(placed_mesh, memory_binds=not fits)
         # One audit, so that there is an answer.
         self.audits.audit_promising(most=1, near=1.0)
-        self._try_all(self.placed)
-        self._num_first = len(self.placed)
 
     def try_placed(self) -> None:
         """Try the meshes that were placed since the last call."""

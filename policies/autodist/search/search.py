@@ -124,8 +124,13 @@ class Search:
         if self.space.pieces and self.audits.too_large:
             loss_pieces.run()
 
-        # Where there is time for few meshes: a plan from the first few, before all others.
+        # Where there is time for few meshes: a plan from the first few, before all others. If it is
+        # too large, the same with the loss in pieces; then whatever else these meshes may give.
         meshes.try_first()
+        if meshes.pace.is_short:
+            if self.space.pieces and not self.result.audited:
+                loss_pieces.run()
+            meshes.try_placed()
 
         # Place the model on every mesh for speed alone, which also bounds every plan on that mesh.
         # Then, mesh by mesh while its bound is below the best plan: place it within the memory, cut

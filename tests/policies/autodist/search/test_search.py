@@ -49,6 +49,7 @@ from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
+from shardwright.policies.autodist.search.loss_pieces import LossPieces
 from shardwright.policies.autodist.search.mesh_trials import MeshTrials
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.search_state import SearchState
@@ -323,6 +324,30 @@ def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun
     assert [mesh for mesh, _ in asked][:begun] == ["x=4", "x=2", "x=2 x y=2", "one rank"][:begun]
     assert [audited for _, audited in asked] == [False] * begun + [True] * (len(asked) - begun)
     assert found.best is not None and found.seconds <= limit_s
+
+
+def test_where_time_is_short_the_first_plan_that_is_too_large_is_tried_with_the_loss_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before other meshes are placed, of which each takes a second of ten."""
+    cost, clock, num_placed = everything().audited[0].cost, Placings(10.0), list[int]()
+    assert cost is not None
+
+    def slowly(mesh_request: MeshRequest) -> PlacedModel:
+        clock.num_placed += 1
+        return by_thumb(mesh_request)
+
+    def too_large(audits: Audits, candidate: Candidate) -> None:
+        audits.too_large.append((candidate, cost))
+
+    def in_pieces(loss_pieces: LossPieces) -> None:
+        if loss_pieces.audits.too_large:
+            num_placed.append(clock.num_placed)
+
+    monkeypatch.setattr(Audits, "audit", too_large)
+    monkeypatch.setattr(LossPieces, "run", in_pieces)
+    found = search(slowly, clock=clock, pieces=True, mixed=False)
+    assert found.best is None and num_placed[0] == 1 and clock.num_placed > 3
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def simple_plans(
             continue
         placement = _placement(graph, way, space.constraints(mesh))
         if placement is None:
+            yield None
             continue
         # A placement that breaks the constraints is none.
         plan = replace(
@@ -159,6 +160,8 @@ def simple_plans(
                 continue
             likely, large = _by_even_bytes(walk, named_schedules, num_positions, space)
             later.append(on(large))
+            if not likely:
+                yield None
             yield from on(likely)
 
 

@@ -57,10 +57,13 @@ SIMPLE_PLANS = "plans of a simple policy"
 KEPT_SHARES = (0.2, 0.45)
 """The least and the most of the time limit that is kept for them to come last."""
 
-GATHER_SHARE, BEGIN_SHARE = 0.2, 0.7
+GATHER_SHARE, BEGIN_SHARE = 0.2, 0.4
 """The shares of a short limit that making some of their plans, and auditing them, may take to begin
 with.
 """
+
+SHORTEST_SHARE = 0.7
+"""The share that either may take where there is time for little else."""
 
 MUCH_ATTENTION = 0.25
 """The share of a model's time from which on causal attention is much of its work. Over many ranks
@@ -113,22 +116,32 @@ class SimplePolicies:
         # Plans of the meshes that likely take least, as many as the time allows.
         found: list[tuple[SimplePlan, PipelineMesh]] = []
         is_shortest = self.clock.limit_s < SHORTEST * self.state.estimates_s
-        share = BEGIN_SHARE if is_shortest else GATHER_SHARE
+        making, trying = GATHER_SHARE, BEGIN_SHARE
+        if is_shortest:
+            making = trying = SHORTEST_SHARE
         for number, where in enumerate(
             sorted(left, key=self.state.likely_s if len(left) > 1 else None)
         ):
             if number and self.clock.spent() > GATHER_SHARE:
                 break
-            listing = self._plans(where, share, likely=True)
+            listing = self._plans(where, making, likely=True, must_find=is_shortest)
             found += [(simple, where) for simple in listing.found]
-        # The least first; what does not fit in memory is passed over.
+        # The least first; what does not fit in memory is passed over. Parts leave out what is held
+        # for a moment: as much as audits have found.
+        further_bytes = 0.0
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
-            if simple.least_bytes(gradients=True) > self.space.memory_bytes:
+            num_bytes = simple.least_bytes(gradients=True)
+            if num_bytes + further_bytes > self.space.memory_bytes:
                 continue
             # One plan is there, and little time is left.
-            if self.result.audited or (self._tried and self.clock.spent() > BEGIN_SHARE):
+            if self.result.audited or (self._tried and self.clock.spent() > trying):
                 return
+            num_too_large = len(self.audits.too_large)
             self._try(simple, where, None)
+            # Of several the least, so that what may fit is tried.
+            for _, cost in self.audits.too_large[num_too_large:]:
+                own_bytes = cost.peak_bytes - num_bytes
+                further_bytes = min(further_bytes or own_bytes, own_bytes)
 
     @property
     def best_where(self) -> PipelineMesh | None:
@@ -163,6 +176,9 @@ class SimplePolicies:
         if not self.space.simple:
             return
         self._placed = {placed.where: placed for placed in placed_meshes}
+        # Estimates of many meshes, which order them, take longer than a moment.
+        if not self._has_time(SIMPLE_PLANS):
+            return
         # Meshes by their bound, and those that were never placed.
         zigzag = self._in_zigzag([*(placed.where for placed in placed_meshes), *left])
         self._compare(deque(self._ordered(placed_meshes, [*left, *zigzag])))
@@ -332,12 +348,18 @@ class SimplePolicies:
         """
         if self.state.beaten_s() == float("inf"):
             return not self.clock.is_over
-        return self.clock.spent(sum(map(self.clock.longest_s, kinds))) <= 1.0
+        needed_s = sum(map(self.clock.longest_s, kinds))
+        # The first plan takes about as long as the estimates.
+        if SIMPLE_PLANS in kinds and not self.clock.longest_s(SIMPLE_PLANS):
+            needed_s += self.state.estimates_s
+        return self.clock.spent(needed_s) <= 1.0
 
-    def _plans(self, where: PipelineMesh, share: float, *, likely: bool = False) -> _Listing:
+    def _plans(
+        self, where: PipelineMesh, share: float, *, likely: bool = False, must_find: bool = True
+    ) -> _Listing:
         """The plans on one mesh that may be better, as many as there is time for in that share of
-        the limit; with no plan of any kind, one more than are known. ``likely``: only those that
-        likely fit.
+        the limit. ``must_find``: with no plan of any kind, one more than are known, however long
+        that takes. ``likely``: only those that likely fit.
         """
         if where not in self._listings:
             number, mesh, pp_place = where
@@ -370,8 +392,8 @@ class SimplePolicies:
         while not (listing.has_likely if likely else listing.has_all):
             with self.clock.timed(SIMPLE_PLANS):
                 listing.go_on()
-            must_find = self.state.beaten_s() == float("inf") and len(listing.found) == num_known
-            is_late = self.clock.spent() > share and not must_find
+            has_new = self.state.beaten_s() < float("inf") or len(listing.found) > num_known
+            is_late = self.clock.spent() > share and (has_new or not must_find)
             if is_late or not self._has_time(SIMPLE_PLANS):
                 break
         return listing

@@ -186,13 +186,17 @@ class Rules:
         """The meshes on which an axis deals positions in zigzag, as ``cp`` lets it: where attention
         is causal.
         """
-        if not 1 <= len(mesh.axes) <= 2:
+        if not 1 <= len(mesh.axes) <= 2 or not self._turns:
             return
         for axis, size in mesh.axes:
             if axis in (*AXIS_NAMES, "sp") and size > 1:
-                turns = turns_of_axes(self.graph, [ContextAxis(axis, size, "ring")], None, "cp")
-                if turns:
-                    yield Mesh(mesh.axes, turns)
+                yield Mesh(mesh.axes, ((axis, self._turns),))
+
+    @cached_property
+    def _turns(self) -> int:
+        """The turns in which an axis deals positions; 0 where no attention is the better for it."""
+        found = turns_of_axes(self.graph, [ContextAxis(AXIS, 2, "ring")], None, "cp")
+        return found[0][1] if found else 0
 
     def _sequence_ways(self, mesh: Mesh) -> Iterator[Way]:
         """The axis that deals in zigzag splits the sequence, another one the batch or inner dims.

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import expert_models
 import plans
@@ -47,6 +48,7 @@ from shardwright.policies.autodist.search import simple_plans as simple_plans_fi
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
+from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SimplePlan,
     simple_plans,
@@ -285,6 +287,84 @@ def test_schedules_that_are_looked_at_in_vain_end_with_the_time(
     assert found.not_compared  # which the certificate tells
 
 
+@pytest.mark.parametrize(("estimates_s", "took_s"), [(0.0, 19), (20.0, 80)])
+def test_a_first_plan_is_looked_for_in_a_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, estimates_s: float, took_s: int
+) -> None:
+    """Each step takes a second of 100, and the first 80 give no plan. A fifth of what is not kept
+    for later goes into them, unless there is time for little else.
+    """
+    clock = Placings(100.0)
+
+    def in_vain(*args: Any, **options: Any) -> Iterator[SimplePlan | None]:
+        for _ in range(80):
+            clock.num_placed += 1
+            yield None
+
+    search, found = searched(simple=True, clock=clock)
+    found.audited.clear()
+    found.others.clear()
+    monkeypatch.setattr(simple_policies, "simple_plans", in_vain)
+    monkeypatch.setattr(SearchState, "estimates_s", estimates_s)
+    begun = SimplePolicies(search.state, search.audits)
+    begun.begin([PipelineMesh(2, mesh, 0) for mesh in meshes(2)])
+    assert clock.num_placed == took_s and not begun._tried
+
+
+def test_what_an_audit_finds_too_large_leaves_out_what_holds_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first plan holds 60 of 80 GB by its parts, and 95 by its audit. One of 50 GB is passed
+    over then, and one of 40 tried.
+    """
+    search, found = searched(simple=True)
+    found.audited.clear()
+    made = all_made(
+        search.graph, meshes(2)[0], [NamedSchedule("1f1b", 1)], 2, 0, search.space,
+        search.state.setting((0, 1)),
+    )[0]  # fmt: skip
+    listed = [
+        replace(made, least_s=least_s, least_bytes=partial(parts_of, held))
+        for least_s, held in ((1.0, 60.0), (2.0, 50.0), (3.0, 40.0))
+    ]
+    search.audits.space = replace(search.space, memory_bytes=80.0)
+    begun = SimplePolicies(search.state, search.audits)
+    begun.space = search.audits.space
+    monkeypatch.setattr(simple_policies, "simple_plans", lambda *args: iter(listed))
+    tried: list[float] = []
+
+    def audited(policies: SimplePolicies, simple: SimplePlan, *args: object) -> None:
+        tried.append(simple.least_bytes())
+        cost = SimpleNamespace(peak_bytes=simple.least_bytes() + 35.0)
+        policies.audits.too_large.append(cast(Any, (simple, cost)))
+
+    monkeypatch.setattr(SimplePolicies, "_try", audited)
+    begun.begin([PipelineMesh(2, mesh, 0) for mesh in meshes(2)])
+    assert tried == [60.0, 40.0]
+
+
+def parts_of(held: float, *, gradients: bool = False) -> float:
+    return held
+
+
+def test_no_plan_is_begun_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes about as long as the estimates, 10 s. Where there is no time, meshes are not
+    put in order, which takes estimates of further ones.
+    """
+    clock = Placings(100.0)
+    search, found = searched(simple=True, clock=clock)
+    assert found.best is not None
+    asked: list[PipelineMesh] = []
+    monkeypatch.setattr(SearchState, "estimates_s", 10.0)
+    monkeypatch.setattr(SearchState, "likely_s", lambda state, where: asked.append(where) or 1.0)
+    left = [PipelineMesh(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
+    for now_s, is_begun in ((95, False), (85, True)):
+        clock._took_s.clear()
+        clock.num_placed = now_s
+        SimplePolicies(search.state, search.audits).run([], left)
+        assert bool(asked) is is_begun
+
+
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes first as soon as the limit is short for what it takes to find out which is likely
     the best: then before all placements.
@@ -394,6 +474,12 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
             num_later += len(last)
             assert {str(s.plan) for s in (*first, *last)} == {str(s.plan) for s in every}
             assert all(simple.least_bytes() >= limit / 2 for simple in last)
+            # A way whose plans all come later is a step of its own.
+            none, later = replace(space, memory_bytes=0.0), []
+            steps = [
+                *simple_plans(graph, mesh, named_schedules, number, 0, none, setting, later=later)
+            ]
+            assert steps and set(steps) == {None} and len(steps) >= len(later)
     assert num_plans > 12 and num_later > 0
 
 

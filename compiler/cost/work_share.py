@@ -56,12 +56,12 @@ class WorkShare:
         return self.share > UNEVEN / self.num_ranks
 
     def __str__(self) -> str:
-        """The share in a few words for people: ``0.62 of the arithmetic of one device on each of
-        4 ranks, 0.25 would be even``.
+        """The share in a few words for people: ``62.5% of the arithmetic of one device on each of
+        4 ranks, 25% would be even``.
         """
         return (
-            f"{self.share:.2g} of the arithmetic of one device on each of {self.num_ranks} ranks, "
-            f"{1 / self.num_ranks:.2g} would be even"
+            f"{100 * self.share:.3g}% of the arithmetic of one device on each of {self.num_ranks} "
+            f"ranks, {100 / self.num_ranks:.3g}% would be even"
         )
 
     @property

@@ -173,7 +173,11 @@ def run_explain(options: argparse.Namespace) -> int:
     if options.op is None and options.module is None and options.against is None:
         see_each = None if options.all else SEE_EACH
         console.print(request.best.cost.in_words(see_each=see_each), soft_wrap=True)
-        console.print(choice_table("What would help, this plan as it is", audited_levers(request)))
+        title, choices = "What would help, this plan as it is", audited_levers(request)
+        if len(choices) > 1:
+            console.print(choice_table(title, choices))
+        else:
+            console.print(f"{title}: {NO_LEVER}", soft_wrap=True)
         ways = attention_modes(request)
         if ways:
             console.print(choice_table("Attention over the split sequence", ways))
@@ -181,6 +185,12 @@ def run_explain(options: argparse.Namespace) -> int:
             title = "What would help, on this mesh and schedule"
             console.print(choice_table(title, levers(request)))
     return 0
+
+
+NO_LEVER = (
+    "nothing of what was tried (ZeRO, larger buckets of gradients, other numbers of microbatches, "
+    "recomputation)"
+)
 
 
 def _known_of_others(plan: Plan, machine: str) -> str:

@@ -51,29 +51,23 @@ TABLES = (
 
 @dataclass(frozen=True)
 class PlacementSpace:
-    """What was searched: choices of operators and stores, the assignments they stand for, and the
-    values whose copies were restricted to fewer sets of layouts than their readers could want.
+    """What was searched: the operators, the strategies that they could choose from together, and
+    the values whose copies were restricted to fewer sets of layouts than their readers could want.
     ``mixed``: the most strategies that one operator mixes, where that is fewer than there are axes.
     """
 
     num_operators: int
-    num_choices: int
     num_assignments: int
     restricted: tuple[str, ...]
     mixed: int | None = None
 
     def __str__(self) -> str:
-        text = (
-            f"{self.num_assignments} assignments of {self.num_operators} operators "
-            f"({self.num_choices} that differ)"
-        )
+        text = f"chosen among {self.num_assignments} strategies of {self.num_operators} operators"
         if self.mixed is not None:
             text += f"; at most {self.mixed} strategies of an operator at once"
-        return (
-            f"{text}; copies of {len(self.restricted)} values restricted"
-            if self.restricted
-            else text
-        )
+        if not self.restricted:
+            return text
+        return f"{text}; of {len(self.restricted)} values only one shared copy was tried"
 
 
 @dataclass(frozen=True)
@@ -335,13 +329,6 @@ def in_words(assignment: Assignment) -> str:
 
 def _space(request: PlacementRequest, formulation: Formulation) -> PlacementSpace:
     operators = [node for node in formulation.nodes if isinstance(node, OpNode)]
-    num_choices = sum(
-        len(cost)
-        for node, cost in zip(formulation.nodes, formulation.problem.node_costs, strict=True)
-        if isinstance(node, OpNode | StoreNode)
-    )
     num_assignments = sum(node.choices.num_assignments for node in operators)
     mixed = MAX_MIXED if len(request.mesh.axes) > MAX_MIXED else None
-    return PlacementSpace(
-        len(operators), num_choices, num_assignments, formulation.restricted, mixed
-    )
+    return PlacementSpace(len(operators), num_assignments, formulation.restricted, mixed)

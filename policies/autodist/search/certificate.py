@@ -208,7 +208,7 @@ def certificate(
     least_s, least = result.least_bounded
     proof = [*_proof(result, best), *_faster_but_less_simple(result), *_what_was_left_out(result)]
     if least_s < best.bound_s:
-        proof.append(f"what the bound is of: {least}")
+        proof.append(f"the bound is that of {least}, the lowest of all")
     # Arithmetic alone bounds every plan, searched or not.
     if result.arithmetic_bound_s > 0 and not result.rests_on_arithmetic:
         least_of_all = amount(result.arithmetic_bound_s / speed, "s")

@@ -99,7 +99,7 @@ def test_ranks_that_do_more_than_their_part_are_told(
         parallelize(Layers(), ARGS, half, config, gen_savedir=tmp_path, load_module=False)
     assert [str(one.message) for one in told] == [
         "each rank of Layers does much more than its part: "
-        "0.71 of the arithmetic of one device on each of 2 ranks, 0.5 would be even\n"
+        "71.4% of the arithmetic of one device on each of 2 ranks, 50% would be even\n"
         "  why:   layers.*.experts (linear): 43% of one device's, on every rank\n"
         "         every rank computes all experts for all tokens\n"
         "  try:   another policy or mesh; `shardwright inspect` says why operators are not split"
@@ -107,6 +107,6 @@ def test_ranks_that_do_more_than_their_part_are_told(
     assert main(["inspect", str(next(tmp_path.rglob("manifest.json")).parent)]) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert (
-        "work 0.71 of the arithmetic of one device on each of 2 ranks, 0.5 would be even "
+        "work 71.4% of the arithmetic of one device on each of 2 ranks, 50% would be even "
         "layers.*.experts" in shown
     )

@@ -5,6 +5,7 @@ why.
 from __future__ import annotations
 
 import json
+import re
 import time
 from html import escape
 from pathlib import Path
@@ -299,10 +300,14 @@ def test_candidates_of_one_title_have_one_row() -> None:
 
 
 def test_explain(run) -> None:  # type: ignore[no-untyped-def]
+    # On one rank nothing is left to change, as all fits.
+    alone = run("explain plan_models:make --plan-ngpus 1")
+    assert re.search(r": one rank; chosen among \d+ strategies of \d+ operators\n", alone)
+    assert "What would help, this plan as it is: nothing of what was tried (ZeRO, " in alone
     request = "explain plan_models:make --plan-ngpus 2"
     shown = run(request)
     assert (
-        "What would help" in shown
+        "What would help, on this mesh" in shown
         and "links of twice the rate" in shown
         and "memory without limit" in shown
     )

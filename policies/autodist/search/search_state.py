@@ -142,21 +142,21 @@ class SearchState:
         return self.clock.spent(self.clock.longest_s(TRIED) + audits_s) < 1.0
 
     def best_s(self) -> float:
-        """The step of the best plan so far: audited, or predicted where nothing is. As bounds and
-        predictions count it, which it is compared with: with each message by itself.
+        """The step of the best plan so far, here or in another search: audited, or predicted where
+        nothing is here. As bounds and predictions count it, which it is compared with: with each
+        message by itself.
         """
-        best = self.result.best
-        if best is not None:
-            return best.compared_s
-        known = self.result.others
-        return min((candidate.step_s for candidate in known), default=self.space.worth_s)
+        if self.result.best is not None:
+            return self.beaten_s()
+        predicted = (candidate.step_s for candidate in self.result.others)
+        return min(self.space.beaten_s, *predicted, float("inf"))
 
     def beaten_s(self) -> float:
         """The step of the best plan that was audited, here or in another search, with each message
         by itself.
         """
-        best = self.result.best
-        return self.space.worth_s if best is None else min(self.space.worth_s, best.compared_s)
+        best, others_s = self.result.best, self.space.beaten_s
+        return others_s if best is None else min(others_s, best.compared_s)
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""

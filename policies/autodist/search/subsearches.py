@@ -33,6 +33,7 @@ from shardwright.policies.autodist.candidates.results import (
     Candidate,
     SearchResult,
 )
+from shardwright.policies.autodist.candidates.search_space import WORTH
 from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.runtime.activity import preceded
 from shardwright.runtime.config import ComputeConfig
@@ -40,11 +41,6 @@ from shardwright.runtime.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO."""
-
-WORTH = 1.05
-"""How much longer than the best of the searches before a candidate may be predicted to take, and is
-audited all the same. Predictions of large models are within about 2 % of their audits.
-"""
 
 
 @dataclass(frozen=True)

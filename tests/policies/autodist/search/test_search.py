@@ -42,7 +42,7 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
-from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.search_space import WORTH, SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages
 from shardwright.policies.autodist.cutting.cut_bounds import CutBounds
 from shardwright.policies.autodist.options import AutodistOptions
@@ -219,6 +219,19 @@ def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> N
     found = search(bounded)
     assert found.refused["x=2 x y=2"] == "every plan on it takes at least 10 s"
     assert not any("y=2" in candidate.title for candidate in found.tried)
+
+
+@pytest.mark.parametrize("bound_s", [0.99, 1.01])
+def test_meshes_whose_bound_is_no_better_than_the_plan_of_another_search_are_not_tried(
+    bound_s: float,
+) -> None:
+    """The other search has a plan of 1 s. Candidates may still be predicted to take 1.05."""
+
+    def bounded(mesh_request: MeshRequest) -> PlacedModel:
+        return replace(by_thumb(mesh_request), bound_s=bound_s)
+
+    found = search(bounded, worth_s=WORTH, num_positions=1)
+    assert ("x=4" in found.refused) is (bound_s > 1) and bool(found.tried) is (bound_s < 1)
 
 
 def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:

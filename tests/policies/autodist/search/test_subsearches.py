@@ -41,10 +41,11 @@ from shardwright.policies.autodist.candidates.results import (
     SearchResult,
 )
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
+from shardwright.policies.autodist.candidates.search_space import WORTH
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
-from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
+from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan

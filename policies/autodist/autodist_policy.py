@@ -195,10 +195,10 @@ def search_each(
     times = load_times(options.hardware)
     pricings: Pricings = {}
 
-    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
         chosen = options_of(subsearch, options, time_limit_s)
         space = replace(
-            _space(subsearch.graph, subsearch.config, chosen, hardware), worth_s=worth_s
+            _space(subsearch.graph, subsearch.config, chosen, hardware), others_s=others_s
         )
         clock = Clock(time_limit_s, steady=steady_share(options.time_limit_s))
         placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
@@ -309,6 +309,7 @@ def _space(
         zigzag=options.zigzag,
         pieces=options.loss_pieces,
         near=_near(config, options),
+        simpler_within=options.simpler_within,
         tolerance=LAYERS_WORTH,
         constraints=lambda mesh: constraints_on(mesh, graph, options),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),

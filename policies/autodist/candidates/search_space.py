@@ -11,7 +11,7 @@ from shardwright.runtime.layout import Mesh
 
 WORTH = 1.05
 """How much longer than the best of the searches before a candidate may be predicted to take, and is
-audited all the same. Predictions of large models are within about 2 % of their audits.
+audited all the same, at least. Predictions of large models are within about 2 % of their audits.
 """
 
 
@@ -31,8 +31,9 @@ class SearchSpace:
       ``constraints`` on their mesh.
     - ``audits``: the number of candidates that are audited at once.
     - ``near``: a candidate is audited if it is predicted to take at most that many times what the
-      best takes; ``worth_s``: and no longer than that, :data:`WORTH` times the best plan of other
-      searches.
+      best takes.
+    - ``others_s``: the step of the best plan of other searches.
+    - ``simpler_within``: the share of a step that a simpler plan may take longer.
     - ``tolerance``: stages begin between layers where a step takes at most so much longer than with
       other stages, as a share of it.
     - ``zigzag``: whether such plans may deal positions in zigzag.
@@ -50,7 +51,8 @@ class SearchSpace:
     recompute: Sequence[str] | None = None
     memory_bytes: float = float("inf")
     audits: int = 6
-    worth_s: float = float("inf")
+    others_s: float = float("inf")
+    simpler_within: float = 0.0
     near: float = 1.1
     tolerance: float = 0.0
     block_share: float = SHARE
@@ -62,9 +64,14 @@ class SearchSpace:
     pp_place: int | None = None
 
     @property
+    def worth_s(self) -> float:
+        """How long a candidate may be predicted to take, whatever this search has found."""
+        return self.others_s * max(WORTH, 1 + self.simpler_within)
+
+    @property
     def beaten_s(self) -> float:
-        """The step of the best plan of other searches. What takes longer by its bound is out."""
-        return self.worth_s / WORTH
+        """The bound from which on a mesh is out, whatever this search has found."""
+        return self.others_s * (1 + self.simpler_within)
 
     def may_have(self, num_stages: int) -> bool:
         """Whether a plan may have so many stages: any number, or that of which the begins are

@@ -33,11 +33,22 @@ class Complexity:
     def of(cls, plan: Plan, hardware: Hardware) -> Complexity:
         placed = [(stage.mesh, stage.ranks) for stage in plan.stages]
         placed = placed or [(plan.mesh, tuple(range(plan.mesh.size)))]
+        return cls.of_meshes(max(1, len(plan.stages)), placed, hardware, plan.zero_stage or 0)
+
+    @classmethod
+    def of_meshes(
+        cls,
+        num_stages: int,
+        placed: Sequence[tuple[Mesh, tuple[int, ...]]],
+        hardware: Hardware,
+        zero_stage: int = 0,
+    ) -> Complexity:
+        """That of a plan with so many stages on these meshes, each with its ranks."""
         return cls(
-            max(1, len(plan.stages)),
+            num_stages,
             max(len(_split_axes(mesh)) for mesh, _ in placed),
             max(_num_far(mesh, ranks, hardware) for mesh, ranks in placed),
-            plan.zero_stage or 0,
+            zero_stage,
         )
 
     def is_less_than(self, other: Complexity) -> bool:

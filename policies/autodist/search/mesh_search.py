@@ -199,23 +199,21 @@ class MeshSearch:
         """
         waiting = sorted(placed_meshes, key=self._likely_s)
         hurried: list[PlacedMesh] = []  # and so tried with one request only
-        # A mesh whose bound is above the best plan cannot win.
-        while promising := [
-            placed_mesh for placed_mesh in waiting if placed_mesh.bound_s < self.state.best_s()
-        ]:
+        # A mesh whose bound is above the best plan cannot win, but its plans may be simpler.
+        while promising := [each for each in waiting if each.bound_s < self.state.out_s(each)]:
             for placed_mesh in promising:
                 if self.pace.may_end(TRYING_SHARE):
                     # The mesh may be out of the race by what was found meanwhile.
                     self.state.end_by_time()
                     break
-                if placed_mesh.bound_s < self.state.best_s():
+                if placed_mesh.bound_s < self.state.out_s(placed_mesh):
                     hurries = self.pace.hurries()
                     with self.clock.timed(TRIED):
                         self.trials.try_all(placed_mesh)
                     self.pace.num_tried += 1
                     waiting.remove(placed_mesh)
                     self.pace.num_waiting = sum(
-                        other.bound_s < self.state.best_s() for other in waiting
+                        other.bound_s < self.state.out_s(other) for other in waiting
                     )
                     # An answer, and how long audits take, before the others use up the time.
                     if self.pace.is_scarce() and not self.result.audited:

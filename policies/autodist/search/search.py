@@ -15,9 +15,10 @@ loss_pieces.py       computes the loss in pieces, where plans are too large with
 search_state.py      what the steps share: the space, the clock, the result so far
 ===================  ==========================================================================
 
-**What prunes.** A mesh is tried only while its lower bound is below the best plan so far. The bound
-comes with the fastest placement on the mesh, of whatever memory. Of the candidates that are left,
-those predicted to be near the best are audited.
+**What prunes.** A mesh is tried only while its lower bound is below the best plan so far, or a
+little above it if its plans are simpler (``SearchState.out_s``). The bound comes with the fastest
+placement on the mesh, of whatever memory. Of the candidates that are left, those predicted to be
+near the best are audited.
 
 **What decides.** The audited cost of the lowered program. A prediction never does.
 

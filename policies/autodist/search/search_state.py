@@ -27,6 +27,7 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     NoPlacement,
     PipelineMesh,
     Place,
+    PlacedMesh,
     PlacedModel,
 )
 from shardwright.policies.autodist.candidates.results import (
@@ -37,6 +38,7 @@ from shardwright.policies.autodist.candidates.results import (
 )
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.simpler import Complexity
 from shardwright.policies.autodist.candidates.titles import memory_words
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.search.step_estimates import StepEstimates
@@ -157,6 +159,18 @@ class SearchState:
         """
         best, others_s = self.result.best, self.space.beaten_s
         return others_s if best is None else min(others_s, best.compared_s)
+
+    def out_s(self, placed_mesh: PlacedMesh) -> float:
+        """The bound from which on a mesh is not tried: the best step so far, and as much more as
+        may be lost for a simpler plan, if all plans on the mesh are simpler than the best one.
+        """
+        best_s, best, hardware = self.best_s(), self.result.best, self.hardware
+        if best is None:
+            return best_s
+        number, ranks = placed_mesh.num_positions, placed_mesh.request.ranks
+        own = Complexity.of_meshes(number, [(placed_mesh.mesh, ranks)], hardware)
+        is_simpler = own.is_less_than(Complexity.of(best.plan, hardware))
+        return best_s * (1 + self.space.simpler_within * is_simpler)
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""

@@ -33,7 +33,6 @@ from shardwright.policies.autodist.candidates.results import (
     Candidate,
     SearchResult,
 )
-from shardwright.policies.autodist.candidates.search_space import WORTH
 from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.runtime.activity import preceded
 from shardwright.runtime.config import ComputeConfig
@@ -183,13 +182,13 @@ class Subsearches:
                 )
                 total.interrupted = _time_over(time_limit_s, len(self.listed))
                 continue
-            worth_s = float("inf") if total.best is None else WORTH * total.best.compared_s
+            best_s = float("inf") if total.best is None else total.best.compared_s
             try:
                 # The time that is left is dealt evenly among those that are left.
                 share_s = max(left, 0.0) / (len(self.listed) - index)
                 number = f"{index + 1} of {len(self.listed)}, " if len(self.listed) > 1 else ""
                 with preceded(f"{number}{subsearch.title}: "):
-                    found = one(subsearch, share_s, worth_s)
+                    found = one(subsearch, share_s, best_s)
             except KeyboardInterrupt:
                 if total.best is None:
                     raise

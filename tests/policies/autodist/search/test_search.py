@@ -139,10 +139,10 @@ def test_a_search_tells_that_it_puts_meshes_in_order(monkeypatch: pytest.MonkeyP
 def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
     full = everything()
     times = sorted(candidate.predicted_s for candidate in full.audited)
-    some = search(audits=100, worth_s=times[2])
+    some = search(audits=100, others_s=times[2] / WORTH)
     assert sorted(candidate.predicted_s for candidate in some.audited) == times[:3]
     assert sorted(candidate.predicted_s for candidate in some.others) == times[3:]
-    assert search(worth_s=0.0).best is None
+    assert search(others_s=0.0).best is None
 
 
 def test_the_prediction_is_near_the_audit() -> None:
@@ -225,13 +225,32 @@ def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> N
 def test_meshes_whose_bound_is_no_better_than_the_plan_of_another_search_are_not_tried(
     bound_s: float,
 ) -> None:
-    """The other search has a plan of 1 s. Candidates may still be predicted to take 1.05."""
+    """The other search has a plan of 1 s. Candidates may still be predicted to take 1.05. A simpler
+    plan may take longer, and nothing tells whether the other one is simple.
+    """
 
     def bounded(mesh_request: MeshRequest) -> PlacedModel:
         return replace(by_thumb(mesh_request), bound_s=bound_s)
 
-    found = search(bounded, worth_s=WORTH, num_positions=1)
+    found = search(bounded, others_s=1.0, num_positions=1)
     assert ("x=4" in found.refused) is (bound_s > 1) and bool(found.tried) is (bound_s < 1)
+    assert search(bounded, others_s=1.0, num_positions=1, simpler_within=0.02).tried
+
+
+@pytest.mark.parametrize("within", [0.0, 0.02])
+def test_a_mesh_of_simpler_plans_may_be_a_little_worse(within: float) -> None:
+    """The mesh ``x=4`` takes 1 % longer by its bound than ``x=2 x y=2``, and has an axis less."""
+    best = search(num_positions=1, meshes={4: [Mesh((("x", 2), ("y", 2)))]}).best
+    assert best is not None
+    best_s = best.compared_s
+
+    def bounded(mesh_request: MeshRequest) -> PlacedModel:
+        is_simpler = len(mesh_request.mesh.axes) == 1
+        return replace(by_thumb(mesh_request), bound_s=1.01 * best_s if is_simpler else 0.0)
+
+    found = search(bounded, num_positions=1, simpler_within=within)
+    titles = {candidate.title for candidate in found.audited}
+    assert titles == {"x=2 x y=2", "x=4"} if within else {"x=2 x y=2"}
 
 
 def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:

@@ -41,7 +41,6 @@ from shardwright.policies.autodist.candidates.results import (
     SearchResult,
 )
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
-from shardwright.policies.autodist.candidates.search_space import WORTH
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
@@ -353,7 +352,7 @@ def variants_of(config: ComputeConfig, stages: Any = None) -> Subsearches:
 def found_by(seconds: Mapping[int, float]) -> Any:
     """A search that takes no time."""
 
-    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
         assert subsearch.zero_stage is not None
         if seconds[subsearch.zero_stage] < 0:
             raise KeyboardInterrupt
@@ -392,8 +391,8 @@ def test_meshes_that_were_not_compared_are_told_in_a_line() -> None:
     """The most likely ones are named, and none whose bound is above what was found later."""
     left = [NotCompared(f"tp={size}", size / 100, 1 / size) for size in (2, 4, 8, 16, 60)]
 
-    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
-        found = found_by({0: 2.0, 1: 0.5, 2: 3.0, 3: 1.0})(subsearch, time_limit_s, worth_s)
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
+        found = found_by({0: 2.0, 1: 0.5, 2: 3.0, 3: 1.0})(subsearch, time_limit_s, others_s)
         return replace(found, not_compared=left, is_compared=True)  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2)).search(one, 60.0)
@@ -409,8 +408,8 @@ def test_a_mesh_that_a_later_search_beats_is_compared() -> None:
     """No search has compared any mesh. All of the first one are ruled out by the second's plan."""
     left = {0: [NotCompared("tp=2", 1.2)], 1: [NotCompared("tp=4", 0.3)]}
 
-    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
-        found = found_by({0: 2.0, 1: 1.0})(subsearch, time_limit_s, worth_s)
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
+        found = found_by({0: 2.0, 1: 1.0})(subsearch, time_limit_s, others_s)
         return replace(found, not_compared=left[subsearch.zero_stage or 0])  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2), stages=[0, 1]).search(one, 60.0)
@@ -425,13 +424,13 @@ def test_a_mesh_that_a_later_search_beats_is_compared() -> None:
 def test_the_time_is_shared() -> None:
     given: list[tuple[float, float]] = []
 
-    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
-        given.append((time_limit_s, worth_s))
-        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(subsearch, time_limit_s, worth_s)  # type: ignore[no-any-return]
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
+        given.append((time_limit_s, others_s))
+        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(subsearch, time_limit_s, others_s)  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2)).search(one, 80.0)
     assert [limit for limit, _ in given] == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
-    assert [worth for _, worth in given] == [float("inf"), 2 * WORTH, WORTH, WORTH]
+    assert [others for _, others in given] == [float("inf"), 2.0, 1.0, 1.0]
     assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
     assert found.bounds["2 stages, ZeRO-1"] == 0.8 and found.bound_s == 0.4 and found.tried_mixed
     given.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.policies.autodist.candidates.mesh_requests import (
     LeastStep,
     PipelineMesh,
@@ -20,6 +21,7 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.titles import mesh_title
 from shardwright.policies.autodist.search.mesh_pace import MeshPace
 from shardwright.policies.autodist.search.search_state import SearchState
+from shardwright.policies.autodist.stages.walk import Walk
 
 BINDS = 1e-3
 """How much of the time of a step the memory must cost at least to be said to bind."""
@@ -63,22 +65,38 @@ class MeshPlacing:
             num_positions,
             mesh,
             pp_place,
-            self._despite_overlap(fastest, num_positions),
+            self._despite_overlap(fastest, num_positions, ranks),
             first,
             tuple(further),
             memory_binds=binds,
             never_fits=least_s == float("inf"),
         )
 
-    def _despite_overlap(self, fastest: PlacedModel, num_positions: int) -> PlacedModel:
+    def _despite_overlap(
+        self, fastest: PlacedModel, num_positions: int, ranks: tuple[int, ...]
+    ) -> PlacedModel:
         """The placement with a bound that also holds where collectives run beside passes."""
         share = self._state.share_despite_overlap(num_positions)
         if share == 1.0:
             return fastest
+        bound_s = share * fastest.bound_s
+        # Units of one rank sum and gather the same in all plans, and no more than that is hidden.
+        if self._state.config.plan_ngpus == 1:
+            walk = self._state.lowered(fastest, ranks).walk
+            bound_s = max(bound_s, fastest.bound_s - _sums_s(walk))
         proof = (
             f"{fastest.proof}; what passes may hide of sums and gatherings beside them is taken off"
         )
-        return replace(fastest, bound_s=share * fastest.bound_s, proof=proof)
+        return replace(fastest, bound_s=bound_s, proof=proof)
+
+
+def _sums_s(walk: Walk) -> float:
+    """The seconds of all sums and gatherings of a step."""
+    setting = walk.setting
+    return Reduction.of(
+        walk.program.declarations, walk.storage_mesh, setting.config, setting.hardware,
+        setting.optimizer, setting.ranks, num_microbatches=setting.num_microbatches,
+    ).total_s  # fmt: skip
 
 
 def _within_memory(fastest: PlacedModel, least_s: float) -> PlacedModel:

@@ -163,6 +163,22 @@ def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(
         assert beside.best.step_s < after.best.step_s and HIDDEN in proof
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_units_of_one_rank_hide_no_more_than_their_sums(zero: int) -> None:
+    """These are the same in all plans: less than half of a step here."""
+    machine, found = planning.slow_machine(4, bytes_per_s=1e6), {}
+    for beside in (False, True):
+        config = ComputeConfig(
+            plan_ngpus=1, runtime_ngpus=4, use_zero=zero, outputs="loss", **reducer(beside=beside)
+        )
+        found[beside] = search(stack(), config, AutodistOptions(), machine)
+    best, after = found[True].best, found[False].best
+    assert best is not None and best.cost is not None and after is not None
+    (sums_s,) = {rank.comm_s["units gradients"] for rank in best.cost.ranks}
+    assert found[True].bound_s == pytest.approx(after.step_s - sums_s)
+    assert after.step_s / 2 < found[True].bound_s <= best.step_s < after.step_s
+
+
 def test_the_share_that_is_left() -> None:
     def config(fields: dict[str, Any]) -> ComputeConfig:
         return ComputeConfig(plan_ngpus=4, runtime_ngpus=4, **fields)

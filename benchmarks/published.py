@@ -433,23 +433,24 @@ APART = (0.0, 0.02, 0.05, 0.1, 0.2, float("inf"))
 
 def pairs_of_plans(rows: Sequence[Row], seconds: Sequence[float]) -> list[tuple[float, bool]]:
     """How much longer the one of two plans is predicted to take, and whether it took longer: for
-    every two of one model, batch and number of GPUs. ``seconds``: predicted, by row.
+    every two of one model, batch, precision and number of GPUs that took different times.
+    ``seconds``: predicted, by row. Two that are predicted alike are not ordered.
     """
     found = []
     pairs = itertools.combinations(zip(rows, seconds, strict=True), 2)
     for (row, step_s), (other, other_s) in pairs:
-        if same_work(row) == same_work(other):
-            right = (step_s < other_s) == (row.iter_s < other.iter_s)
+        if same_work(row) == same_work(other) and row.iter_s != other.iter_s:
+            right = (step_s - other_s) * (row.iter_s - other.iter_s) > 0
             found.append((max(step_s, other_s) / min(step_s, other_s) - 1, right))
     return found
 
 
 def same_work(row: Row) -> tuple[object, ...]:
     """What two plans have in common that a planner would choose between. How tp pads a vocabulary
-    and which kernels it allows is part of the plan.
+    and which kernels it allows is part of the plan. Another recipe of float8 is other work.
     """
     sizes = replace(row.sizes, vocab=0, one_softmax=True)
-    return row.model, sizes, row.experts, row.gpu, row.gpus, row.precision, row.batch
+    return row.model, sizes, row.experts, row.gpu, row.gpus, row.recipe.lower(), row.batch
 
 
 def load_machines() -> dict[str, Machine]:
@@ -638,9 +639,11 @@ def _rows_table(
     machine: Machine,
 ) -> Table:
     # Columns in which no row says anything are left out.
+    precision = any(row.recipe for row in rows)
     measured = any(row.peak_bytes for row in rows)
     fitted = any(row.name in machine.fitted_on for row in rows)
-    heads = ["row", "model", "GPUs", "plan", "measured s", "predicted s", "error"]
+    heads = ["row", "model", "GPUs", *["precision"] * precision, "plan"]
+    heads += ["measured s", "predicted s", "error"]
     heads += ["measured GB"] * measured + ["predicted GB"] * bool(peaks) + [""] * fitted
     hint = "--memory predicts the GB, too" if measured and not peaks else None
     table = Table(*heads, title=study, caption=hint)
@@ -650,6 +653,7 @@ def _rows_table(
             row.name,
             row.model,
             str(row.gpus),
+            *[row.recipe] * precision,
             f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
             f"{row.iter_s:.3f}",
             f"{predicted:.3f}",
@@ -706,6 +710,8 @@ def run(arguments: argparse.Namespace) -> None:
             hint="leave out --study, or give a part of one of these names",
         )
     programs, console = Programs(), Console(width=160, markup=False)
+    for said in filter(None, map(unread_columns, tables)):
+        console.print(said)
     studies, refused = sorted_out(rows, programs)
     machines = dict.fromkeys(studies, Machine({})) if arguments.presets else load_machines()
     if arguments.fit:
@@ -728,8 +734,6 @@ def run(arguments: argparse.Namespace) -> None:
         console.print(f"{said} ({', '.join(names)})")
     for why, names in sorted(refused.items()):
         console.print(f"left out, {rows_of(names)}: {why} ({', '.join(names)})")
-    for said in filter(None, map(unread_columns, tables)):
-        console.print(said)
 
 
 if __name__ == "__main__":

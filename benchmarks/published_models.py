@@ -462,13 +462,20 @@ def meant(model: str) -> str:
     nothing if no name with sizes is near.
     """
     name = model.rpartition("/")[2].strip()
-    # The letters in front must be near by themselves: sizes like ``-7B`` make all names alike.
-    near = tuple(known for known in KNOWN_SIZES if _is_near(_letters(name), _letters(known)))
+    # The letters in front must be near by themselves: sizes like ``-7B`` make all names alike. A
+    # model of another size is not meant.
+    near = tuple(
+        known
+        for known in KNOWN_SIZES
+        if _is_near(_letters(name), _letters(known))
+        and (not _billions(name) or _billions(name) == _billions(known))
+    )
     return f" ({did_you_mean(name, near)})" if near else ""
 
 
 def _is_near(one: str, other: str) -> bool:
-    return SequenceMatcher(None, one, other).ratio() > LEAST_ALIKE
+    alike = SequenceMatcher(None, one, other).ratio() > LEAST_ALIKE
+    return alike or sorted(one) == sorted(other)  # ``Gtp``
 
 
 LEAST_ALIKE = 0.75
@@ -480,6 +487,12 @@ LEAST_ALIKE = 0.75
 def _letters(name: str) -> str:
     """``llama`` of ``LLAMA3.1-8B``."""
     return re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
+
+
+def _billions(name: str) -> str:
+    """``8`` of ``LLAMA3.1-8B``, ``8x7`` of ``Mixtral-8x7B``; nothing of ``DeepSeekV3``."""
+    found = re.search(r"([0-9.x]*[0-9])b", name.lower())
+    return found[1] if found else ""
 
 
 def on_meta(family: Family, sizes: Sizes) -> nn.Module:

@@ -38,9 +38,10 @@ class Row:
     """A published run.
 
     ``study``: a source and a kind of device: what is fitted and counted together. ``precision``:
-    of products (``bfloat16`` or a float8). ``iter_s``, ``peak_bytes``: measured; 0 where a table
-    says no memory. Degrees of parallelism are 1
-    where a table says nothing. ``fault``: what of its cells cannot be read, in words.
+    of products (``bfloat16`` or a float8). ``recipe``: the same as the table writes it, such as
+    ``FP8-MX``. ``iter_s``, ``peak_bytes``: measured; 0 where a table says no memory. Degrees of
+    parallelism are 1 where a table says nothing. ``fault``: what of its cells cannot be read, in
+    words.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     gpu: str
     gpus: int
     precision: str
+    recipe: str
     tp: int
     pp: int
     cp: int

@@ -201,10 +201,19 @@ def unread_columns(path: Path) -> str | None:
     unknown = [name for name in header if name and name not in COLUMNS]
     if not unknown:
         return None
-    hints = (did_you_mean(name, COLUMNS) or "" for name in unknown)
-    close = [f" ({hint})" if hint.startswith("did you mean") else "" for hint in hints]
-    said = ", ".join(map("".join, zip(unknown, close, strict=True)))
-    return f"{path}: columns that are not read: {said}"
+    absent = tuple(name for name in COLUMNS if name not in header)
+    said = ", ".join(name + _column_meant(name, absent) for name in unknown)
+    return f"{path}: columns that are not read, as if they were not there: {said}"
+
+
+def _column_meant(name: str, absent: tuple[str, ...]) -> str:
+    """What to add to a column that is not known, of those that the table has not: the one that is a
+    word of its name (``tp`` of ``tp size``), or that is near.
+    """
+    words = re.split(r"[^a-z0-9]+", name)
+    parts = tuple(known for known in absent if known in words)
+    hint = did_you_mean(parts[0] if parts else name, absent) or ""
+    return f" ({hint})" if hint.startswith("did you mean") else ""
 
 
 def _row(line: Mapping[str, str], fallback: str) -> Row:
@@ -222,6 +231,7 @@ def _row(line: Mapping[str, str], fallback: str) -> Row:
         gpu=gpu,
         gpus=cells.count("gpus", 0),
         precision=_precision_of(cells),
+        recipe=cells.text("precision"),
         tp=tp,
         pp=cells.count("pp"),
         cp=cells.count("cp"),

@@ -35,8 +35,20 @@ def test_pairs_are_plans_for_the_same_work(script: ModuleType) -> None:
     others = (replace(row, tp=2, iter_s=2 * row.iter_s), replace(row, batch=2 * row.batch))
     ((apart, is_right),) = script.pairs_of_plans([row, *others], [1.0, 1.1, 5.0])
     assert apart == pytest.approx(0.1) and is_right
-    ((_, is_right),) = script.pairs_of_plans([row, others[0]], [1.1, 1.0])
-    assert not is_right
+    for seconds in ([1.1, 1.0], [1.0, 1.0]):  # predicted alike they are not ordered
+        for order in (1, -1):
+            pair = script.pairs_of_plans([row, others[0]][::order], seconds[::order])
+            assert [is_right for _, is_right in pair] == [False]
+    # Rows that took as long have no order, and another recipe of float8 is other work.
+    assert not script.pairs_of_plans([row, replace(row, tp=2), row], [1.0, 2.0, 3.0])
+    recipes = [
+        replace(other, recipe=recipe)
+        for other, recipe in zip((row, others[0]), RECIPES, strict=True)
+    ]
+    assert not script.pairs_of_plans(recipes, [1.0, 1.1])
+
+
+RECIPES = ("FP8-MX", "FP8-CS")
 
 
 def small(row: Any, layers: int = 4) -> Any:
@@ -119,6 +131,16 @@ PLAIN = {
             "the table leaves out sizes: layers, hidden, heads, and those of 'Mixtrall-8x7B' are "
             "not known here (did you mean 'Mixtral-8x7B'?)",
         ),
+        (
+            {"model": "Gtp-3-175B", "layers": "", "hidden": "", "heads": ""},
+            "model 'Gtp-3-175B' is not known here (did you mean 'GPT3-175B'?), and the table",
+        ),
+        # A known model of another size is not meant.
+        (
+            {"model": "gpt-2.6B", "layers": "", "hidden": "", "heads": "", "vocab": "9"},
+            "the table leaves out sizes: layers, hidden, heads, and those of 'gpt-2.6B' are not "
+            "known here",
+        ),
         # These begin like models that are known.
         ({"model": "Llama-4-Scout"}, "model 'Llama-4-Scout' has layers of other kinds"),
         ({"model": "Nemotron-H-8B"}, "model 'Nemotron-H-8B' has layers of other kinds"),
@@ -162,6 +184,7 @@ def test_rows_that_cannot_be_priced_say_why(
     table.write_text(f"{','.join(line)}\n{','.join(line.values())}\n")
     ((why, names),) = script.sorted_out(script.read_tables([table]), script.Programs())[1].items()
     assert why.startswith(reason) and names == ["other 1"]
+    assert ("did you mean" in why) == ("did you mean" in reason)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +223,7 @@ def test_what_a_table_has_besides_is_said(
 ) -> None:
     """Columns that are not known, lines of another length, and models that cannot be built."""
     table = tmp_path / "other.csv"
-    line = PLAIN | {"recomputation": "full", "id": "[/b]", "vocab": "-"}
+    line = PLAIN | {"recomputation": "full", "TP size": "2", "id": "[/b]", "vocab": "-"}
     others = [",".join((line | {"id": "one", "ep": "3"}).values()), "GPT 1B,H100"]
     table.write_text("\n".join([",".join(line), ",".join(line.values()), *others]))
 
@@ -211,10 +234,14 @@ def test_what_a_table_has_besides_is_said(
     monkeypatch.setattr("sys.argv", ["published.py", str(table)])
     script.main()
     said = " ".join(capsys.readouterr().out.split())
-    assert "columns that are not read: recomputation (did you mean 'recompute'?)" in said
+    # Before all else, as what is priced is another plan.
+    assert said.startswith(
+        f"{table}: columns that are not read, as if they were not there: recomputation (did you "
+        "mean 'recompute'?), tp size (did you mean 'tp'?)"
+    )
     assert "the model cannot be built or run: no such model ([/b])" in said
-    assert "the line has 14 cells for 13 columns (one)" in said
-    assert "left out, 1 row: the line has 2 cells for 13 columns (other 3)" in said
+    assert "the line has 15 cells for 14 columns (one)" in said
+    assert "left out, 1 row: the line has 2 cells for 14 columns (other 3)" in said
 
 
 NAMED = {
@@ -273,9 +300,11 @@ def test_rows_with_all_sizes_are_priced(
     (row,) = script.read_tables([table])
     assert script.refusal(row) is None and script.predict(row, script.Programs(), script.HOST) > 0
     if model.startswith("Foo"):
+        table.write_text(f"{','.join(line)},precision\n{','.join(line.values())},FP8-CS\n")
         monkeypatch.setattr("sys.argv", ["published.py", str(table), "--rows"])
         script.main()
         said = " ".join(capsys.readouterr().out.split())
+        assert "FP8-CS" in said
         assert "1 row: built as a Mixtral by sizes, as the name is not known here (sizes 1)" in said
         # Nothing was measured or audited of memory, and nothing fitted.
         assert "GB" not in said and "over memory" not in said and "nothing (launch_us 50" in said

@@ -18,6 +18,7 @@ have numbers that rightly differ, such as the sizes of uneven pieces.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -49,7 +50,8 @@ def differences(directory: Path, groups: Mapping[str, Sequence[int]]) -> tuple[s
     sources = {
         rank: directory.joinpath(code_file(rank)).read_text(encoding="utf-8") for rank in ranks
     }
-    found = [
+    found = [*filter(None, (_of_number(rank, source) for rank, source in sources.items()))]
+    found += [
         line
         for stages, group in groups.items()
         for line in _of_group(f"runs {stages}", {rank: sources[rank] for rank in group}, program_of)
@@ -64,7 +66,7 @@ def _of_group(what: str, sources: Sources, tree_of: Callable[[str], ast.Module])
     """What is said of the files of a group. ``what``: what they have in common."""
     same_text: dict[str, list[int]] = {}
     for rank, source in sources.items():
-        same_text.setdefault(_without_rank(source, rank), []).append(rank)
+        same_text.setdefault(_without_rank(source), []).append(rank)
     alike: dict[str, list[int]] = {}
     for text, ranks in same_text.items():
         alike.setdefault(ast.dump(tree_of(text)), []).extend(ranks)
@@ -73,14 +75,30 @@ def _of_group(what: str, sources: Sources, tree_of: Callable[[str], ast.Module])
     return [_told(what, sources, most, same, tree_of) for same in others]
 
 
-def _without_rank(source: str, rank: int) -> str:
+_NUMBER = re.compile(r"^    rank = (.*)$", re.MULTILINE)
+"""The statement that gives a file the number of its rank."""
+
+
+def _of_number(rank: int, source: str) -> str:
+    """What is said of a file that has the number of another rank, or nothing."""
+    found = _NUMBER.search(source)
+    if found is None or found[1] == str(rank):
+        return ""
+    line = source.count("\n", 0, found.start()) + 1
+    return (
+        f"{code_file(rank)} has the number of another rank, and is the file of rank {rank}\n"
+        f"  {code_file(rank)}:{line}: {found[0].strip()}"
+    )
+
+
+def _without_rank(source: str) -> str:
     """A source without its docstring, which names the rank, and without the number of the rank. Its
-    lines stay where they are. Another number than that of the rank stays, and differs.
+    lines stay where they are.
     """
     if source.startswith('"""'):
         _, header, source = source.split('"""', 2)
         source = "\n" * header.count("\n") + source
-    return source.replace(f"\n    rank = {rank}\n", "\n    rank = its_own\n", 1)
+    return _NUMBER.sub("    rank = its_own", source, count=1)
 
 
 def program_of(source: str) -> ast.Module:
@@ -172,11 +190,11 @@ def _told(
 ) -> str:
     """What is said of files that do not compute what most do: the first difference."""
     pair = most[0], same[0]
-    one, other = (tree_of(_without_rank(sources[rank], rank)) for rank in pair)
+    one, other = (tree_of(_without_rank(sources[rank])) for rank in pair)
     found = _first_difference(one, other)
     lines = [f"{_named(same)} not compute what {_named(most)}, though each {what}"]
     for number, (rank, statement) in enumerate(zip(pair, found.places, strict=True)):
-        text = _text_of(statement, sources[rank])
+        text = text_of(statement, sources[rank])
         lacking = "no such statement, here stands: " if number == found.lacks else ""
         lines.append(f"  {code_file(rank)}:{statement.lineno}: {lacking}{text}")
     parts = [ast.unparse(part) for part in found.parts or ()]
@@ -185,7 +203,7 @@ def _told(
     return "\n".join(lines)
 
 
-def _text_of(statement: ast.stmt, source: str) -> str:
+def text_of(statement: ast.stmt, source: str) -> str:
     """A statement in one line, of a compound one what stands before its body."""
     body = getattr(statement, "body", None)
     last = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno

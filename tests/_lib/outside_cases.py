@@ -75,11 +75,10 @@ def verdict(case: str, mutation: Mutation | None = None) -> str:
         return f"stopped: {error.what}"
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError, IndexError) as error:
         return f"stopped: {type(error).__name__} {error}"
-    problems = [*report.different, *(rank.problem for rank in report.ranks if rank.problem)]
     stops = [rank.stopped for rank in report.ranks if rank.stopped]
-    if stops and not problems:
+    if stops and not report.problems:
         return f"stopped: {stops[0]}"
-    return f"refused: {problems[0]}" if problems else "accepted"
+    return f"refused: {report.problems[0]}" if report.problems else "accepted"
 
 
 def exhibits() -> dict[str, tuple[str, Mutation]]:

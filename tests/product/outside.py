@@ -96,10 +96,9 @@ def said(name: str, policy_name: str, fields: dict[str, Any]) -> str:
         return f"stopped: {error.what}"
     except Exception as error:
         return f"stopped: {type(error).__name__} {error}"
-    problems = [*report.different, *(rank.problem for rank in report.ranks if rank.problem)]
     stops = [rank.stopped for rank in report.ranks if rank.stopped]
-    if problems or stops:
-        return f"refused: {problems[0]}" if problems else f"stopped: {stops[0]}"
+    if report.problems or stops:
+        return f"refused: {report.problems[0]}" if report.problems else f"stopped: {stops[0]}"
     told = sum((Counter(rank.told) for rank in report.ranks), Counter[str]())
     return f"accepted: {sum(rank.num_calls for rank in report.ranks)} calls, told {dict(told)}"
 

@@ -3,7 +3,7 @@
 All ranks run as threads of this process, with real values. One of them is typed: its parameters,
 buffers and inputs get the types of their layouts, and ``spmd_types`` derives that of everything
 else or refuses it. The others run as they always do. One rank of each stage is typed. It speaks for
-all of its stage, whose files must have one program.
+all of its stage, whose files must have one program that does not go by the rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.one_device import loss_of
+from shardwright.frontend.verification.outside.by_rank import goes_by_rank
 from shardwright.frontend.verification.outside.claims import received_by
 from shardwright.frontend.verification.outside.one_program import differences
 from shardwright.frontend.verification.outside.spmd_layouts import (
@@ -73,8 +74,8 @@ class TypedRank:
 
 
 MEANING = (
-    "It may be a fault of the file, or a rule that the checker lacks. If the comparisons with one "
-    "device are equal, it is most likely the second: docs/outside-certificate.md"
+    "It may be a fault of the file, or a rule that the checker lacks. It is most likely the second "
+    "where `verify` of the model finds it equal to one device: docs/outside-certificate.md"
 )
 """What is said of a refusal."""
 
@@ -84,24 +85,38 @@ ONE_PROGRAM = (
 )
 """What is said of files that differ."""
 
+ONE_WAY = (
+    "Nothing was typed, as the types of one rank stand for those of all that run the same stage. "
+    "So no statement may go by the rank, but through a call: docs/outside-certificate.md"
+)
+"""What is said of files whose statements go by the rank."""
+
 
 @dataclass(frozen=True)
 class OutsideReport:
-    """What ``spmd_types`` says of a plan's files. ``different``: how files of one stage differ. If
-    any do, it is not asked.
+    """What ``spmd_types`` says of a plan's files. ``different``: how files of one stage differ.
+    ``by_rank``: the statements that go by the rank. If there are any of either, it is not asked.
     """
 
     version: str
     ranks: tuple[TypedRank, ...]
     different: tuple[str, ...] = ()
+    by_rank: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether no files differ, nothing was refused, and every run has come to its end."""
-        return not self.different and not any(rank.problem or rank.stopped for rank in self.ranks)
+        """Whether nothing was refused, and every run has come to its end."""
+        return not self.problems and not any(rank.stopped for rank in self.ranks)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All that was refused."""
+        of_types = (rank.problem for rank in self.ranks if rank.problem)
+        return (*self.different, *self.by_rank, *of_types)
 
     def __str__(self) -> str:
         lines = [*self.different, ONE_PROGRAM] if self.different else []
+        lines += [*self.by_rank, ONE_WAY] if self.by_rank else []
         for one in self.ranks:
             verdict = "refuses" if one.problem else "accepts"
             if one.stopped:
@@ -143,6 +158,8 @@ def outside_certificate(
     groups = _groups(first, config.plan_ngpus)
     if different := differences(directory, groups):
         return OutsideReport(version("spmd_types"), (), different)
+    if by_rank := _by_rank(directory, groups):
+        return OutsideReport(version("spmd_types"), (), by_rank=by_rank)
     found: list[TypedRank] = []
     held: dict[str, dict[int, Layout]] = {}
     for rank, *others in groups.values():
@@ -181,6 +198,17 @@ def _apart(cls: type[PipelineModule], typed: TypedRank, held: dict[str, dict[int
                 )
         others[stage] = layout
     return ""
+
+
+def _by_rank(directory: Path, groups: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """What is said of statements that go by the rank, once for files that have one program."""
+    found: list[str] = []
+    for rank, *others in groups.values():
+        said = goes_by_rank(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"), rank)
+        if said and others:
+            found.append(f"{code_file(rank)} and {len(others)} more of its program go by the rank")
+        found += said
+    return tuple(found)
 
 
 def _groups(first: type[ParallelModule], num_ranks: int) -> dict[str, list[int]]:

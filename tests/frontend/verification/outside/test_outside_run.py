@@ -291,6 +291,21 @@ def test_an_edit_of_one_file_is_refused(tmp_path: Path) -> None:
     assert hint == outside_run.ONE_PROGRAM
 
 
+@pytest.mark.parametrize("rank", BOTH)
+def test_an_edit_that_one_rank_runs_is_refused(tmp_path: Path, rank: int) -> None:
+    """It stands in both files, and types would accept it, whether or not that rank is typed."""
+    edit = f"{{}}\n        if self.rank == {rank}: softmax = torch.relu(softmax)"
+    report = edited(tmp_path, BOTH, "softmax = F.softmax(up, dim=0)", edit.format("softmax = up"))
+    assert not report.ok and not report.ranks
+    head, place, why, hint = str(report).splitlines()
+    assert head == "gencode0.py and 1 more of its program go by the rank"
+    assert re.match(rf"gencode0.py:\d+: if self.rank == {rank}: softmax = ", place)
+    assert why == (
+        f"  `self.rank == {rank}`: a condition may ask `self.training` and `self.trains` only"
+    )
+    assert hint == outside_run.ONE_WAY
+
+
 OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw different numbers"
 
 

@@ -42,6 +42,13 @@ class RankCost:
     def communication_s(self) -> float:
         return sum(self.comm_s.values())
 
+    def hidden_s(self, step_s: float) -> float:
+        """The seconds by which all parts of the rank's step together are longer than the step: work
+        beside other work. A rounding error counts as 0.
+        """
+        seconds = self.compute_s + self.communication_s + self.idle_s - step_s
+        return seconds if seconds > 1e-9 * step_s else 0.0
+
 
 @dataclass(frozen=True)
 class PlanCost:
@@ -152,6 +159,13 @@ class PlanCost:
                 lines += kind.lines()
         else:
             lines += _shortened(kinds, see_each)
+        hiding = [rank for rank in self.ranks if rank.hidden_s(self.step_s)]
+        if hiding:
+            waits = ", as idle" if any(rank.idle_s for rank in hiding) else ""
+            lines.append(
+                "  some communication runs beside computing: the step has only what computing does "
+                f"not hide of it{waits}"
+            )
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
             told = _exchange(self.messages[longest], self.message_bytes.get(longest))

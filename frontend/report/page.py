@@ -324,17 +324,9 @@ def _about_timeline(plan: Plan) -> str:
 
 
 def _about_hidden(cost: PlanCost) -> str:
-    if all(_hidden_s(rank, cost.step_s) <= 0 for rank in cost.ranks):
+    if not any(rank.hidden_s(cost.step_s) for rank in cost.ranks):
         return ""
     return "Gradients are summed beside the backward: of them, what it does not hide."
-
-
-def _hidden_s(rank: RankCost, step_s: float) -> float:
-    """The seconds by which all parts of a rank's step together are longer than the step. A rounding
-    error counts as 0.
-    """
-    seconds = rank.compute_s + rank.communication_s + rank.idle_s - step_s
-    return seconds if seconds > 1e-9 * step_s else 0.0
 
 
 def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
@@ -342,7 +334,7 @@ def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
     does not hide it; gradients that are summed beside the backward are such work.
     """
     parts = {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}
-    hidden_s = _hidden_s(rank, step_s)
+    hidden_s = rank.hidden_s(step_s)
     for name in ("waiting", *(name for name in rank.comm_s if name.endswith(GRADIENTS))):
         taken = min(hidden_s, parts[name])
         parts[name] -= taken

@@ -177,6 +177,9 @@ def test_an_asynchronous_reducer_hides_what_backward_covers() -> None:
     beside = cost_of("dp", 1, 2, reducer_bucket_cap_mb=0.01, use_async_reducer=True)
     reduction = blocking.ranks[0].communication_s
     assert blocking.step_s - reduction < beside.step_s < blocking.step_s
+    # The parts of a rank add up to more than the step, and the text says why.
+    told = "the step has only what computing does not hide of it, as idle"
+    assert told in str(beside) and "does not hide" not in str(blocking)
     buckets = [part for part in beside.timeline if part.name.startswith("reduce bucket")]
     (backward,) = [part for part in beside.timeline if part.name == "backward"]
     assert len(buckets) > 2

@@ -67,7 +67,12 @@ class PlacementSpace:
             text += f"; at most {self.mixed} strategies of an operator at once"
         if not self.restricted:
             return text
-        return f"{text}; of {len(self.restricted)} values only one shared copy was tried"
+        number = len(self.restricted)
+        which = "1 value that is" if number == 1 else f"{number} values that are"
+        return (
+            f"{text}; not every way of copying {which} read in many layouts was tried, and the "
+            "bound leaves out the others (such as two shared copies, from which the rest are made)"
+        )
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,16 @@ def test_what_is_taken_off_a_bound_is_said() -> None:
         and rotary.proof == f"optimal by elimination{place_module.TABLES}"
     )
     assert rotary.bound_s == pytest.approx(rotary.cost_s - rotary.formulation.slack, rel=1e-12)
+    # Copies that were not tried are left out of it, on meshes of several axes.
+    assert (
+        str(plain.space) == f"chosen among {plain.space.num_assignments} strategies of 8 operators"
+    )
+    for restricted, words in ((("x",), "1 value that is"), (("x", "y"), "2 values that are")):
+        assert str(replace(plain.space, restricted=restricted)) == (
+            f"{plain.space}; not every way of copying {words} read in many layouts was tried, and "
+            "the bound leaves out the others (such as two shared copies, from which the rest are "
+            "made)"
+        )
 
 
 def numbers(formulation: Formulation) -> tuple[object, ...]:

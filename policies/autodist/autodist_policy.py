@@ -140,7 +140,14 @@ def settled(
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
     best = found.answer.plan
-    has_one_size = config.num_units > 1 and config.pas_config.get("unit_sizes") is None
+    searches_units = config.pas_config.get("unit_sizes") is not None
+    has_one_size = config.num_units > 1 and not searches_units
+    # Over several units another stage may be faster, or take less memory.
+    has_one_stage = (
+        (config.num_units > 1 or searches_units)
+        and not config.inference_only
+        and not config.leaves_zero_to_plan
+    )
     # An operator without an entry is computed whole on every rank, as an empty one says.
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
     return replace(
@@ -150,7 +157,11 @@ def settled(
         # Of several sizes of a unit, the figure is for the largest.
         imbalance=None if imbalance is None else capped(imbalance, best.mesh.size),
         certificate=certificate(
-            found, found.answer, hardware, config.plan_ngpus if has_one_size else None
+            found,
+            found.answer,
+            hardware,
+            unit_ranks=config.plan_ngpus if has_one_size else None,
+            zero_stage=config.zero_stage if has_one_stage else None,
         ),
     )
 

@@ -196,10 +196,14 @@ BY_ITSELF = (
 
 
 def certificate(
-    result: SearchResult, best: Candidate, hardware: Hardware, unit_ranks: int | None = None
+    result: SearchResult,
+    best: Candidate,
+    hardware: Hardware,
+    unit_ranks: int | None = None,
+    zero_stage: int | None = None,
 ) -> Certificate:
-    """What is certain of the best plan. ``unit_ranks``: the ranks of a unit, where there are
-    several units and no other size of them was searched.
+    """What is certain of the best plan. ``unit_ranks``, ``zero_stage``: the ranks of a unit and the
+    stage of ZeRO, each where there are several units and no other was searched.
     """
     sharing = hardware.device.sharing
     # Bounds are of ranks that all compute; a rank with a core for itself is faster.
@@ -229,7 +233,7 @@ def certificate(
         _space(result, best),
         hardware.name,
         tuple(_tried(result)),
-        covers=_covers(result, unit_ranks),
+        covers=_covers(result, unit_ranks, zero_stage),
         apart_s=None if best.compared_s == best.step_s else best.compared_s,
         cut_short=_cut_short(result, best),
     )
@@ -267,7 +271,7 @@ def _gathers_weights(result: SearchResult, best: Candidate) -> bool:
     )
 
 
-def _covers(result: SearchResult, unit_ranks: int | None) -> str:
+def _covers(result: SearchResult, unit_ranks: int | None, zero_stage: int | None) -> str:
     """What the bound is of: meshes, and schedules of pipelines on them; and what it leaves out, as
     there was no time.
     """
@@ -285,7 +289,12 @@ def _covers(result: SearchResult, unit_ranks: int | None) -> str:
         words = f"the {words} that the search came to"
     if unit_ranks is not None:
         words += f" in units of {unit_ranks} rank{'s' if unit_ranks > 1 else ''}"
-    words += "" if has_stages else ", without pipelines"
+    alone = []
+    if zero_stage is not None:
+        alone.append(f"with ZeRO-{zero_stage}" if zero_stage else "without ZeRO")
+    if not has_stages:
+        alone.append("without pipelines")
+    words += f", {' and '.join(alone)}" if alone else ""
     missing = []
     if result.num_left:
         missing.append(f"not on {result.num_left} other mesh{'es' if result.num_left > 1 else ''}")

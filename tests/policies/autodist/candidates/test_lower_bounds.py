@@ -162,9 +162,17 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     searched = settled(found, config, hardware).certificate
     assert searched is not None and searched.bound_s > least
     assert searched.covers == "any plan on one mesh, without pipelines"
-    units = settled(found, replace(config, runtime_ngpus=4), hardware).certificate
-    assert units is not None
-    assert units.covers == "any plan on one mesh in units of 2 ranks, without pipelines"
+    sizes = {"pas_config": {"unit_sizes": (1, 2)}}
+    for changed, words in (
+        ({}, " in units of 2 ranks, without ZeRO and without pipelines"),
+        ({"use_zero": 1}, " in units of 2 ranks, with ZeRO-1 and without pipelines"),
+        ({"use_zero": "auto"}, " in units of 2 ranks, without pipelines"),
+        (sizes, ", without ZeRO and without pipelines"),
+        ({**sizes, "use_zero": "auto"}, ", without pipelines"),
+    ):
+        of_units = replace(config, runtime_ngpus=4, **changed)
+        units = settled(found, of_units, hardware).certificate
+        assert units is not None and units.covers == f"any plan on one mesh{words}"
     assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in searched.proof
 
     unplaced = replace(

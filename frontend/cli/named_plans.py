@@ -32,12 +32,14 @@ from shardwright.runtime.zero.settings import ReductionSettings
 @dataclass(frozen=True)
 class NamedPlan:
     """A plan and its file. ``num_ranks``: those of a unit, with the sizes of axes that the command
-    line gives.
+    line gives. ``asked_microbatches``: those of a step that policy ``saved`` is to run instead of
+    the plan's.
     """
 
     path: str
     plan: Plan
     num_ranks: int
+    asked_microbatches: int | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace, fields: Mapping[str, Any]) -> NamedPlan | None:
@@ -47,16 +49,17 @@ class NamedPlan:
         options that policy ``saved`` does not take.
         """
         sizes: Mapping[str, int] = {}
+        microbatches = None
         path = getattr(options, "plan", None)
         if path is None:
             pas_config = fields.get("pas_config", {})
             if options.policy != "saved" or not isinstance(pas_config, Mapping):
                 return None
             saved = read_options(SavedOptions, pas_config, policy="saved")
-            path, sizes = saved.load_plan, saved.mesh
+            path, sizes, microbatches = saved.load_plan, saved.mesh, saved.num_microbatches
         plan = read_plan_file(path)
         mesh = plan.mesh.of_axes((name, sizes.get(name, size)) for name, size in plan.mesh.axes)
-        return cls(str(path), plan, mesh.size)
+        return cls(str(path), plan, mesh.size, microbatches)
 
     @property
     def num_units(self) -> int | None:
@@ -156,6 +159,9 @@ class NamedPlan:
             said.append(f"{self.added_up} microbatches")
         lines = [f"{self.path} is for {', '.join(said)}"]
         otherwise = [*self._otherwise(config)]
+        # A pipeline has the number of its policy, whatever else is said.
+        if self.asked_microbatches is not None:
+            num_microbatches = self.asked_microbatches
         if machine is not None and machine != self.hardware:
             otherwise.append(machine)
         if num_microbatches not in (None, self._num_microbatches):

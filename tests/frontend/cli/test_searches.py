@@ -147,6 +147,13 @@ def test_the_file_of_a_pipeline_says_that_it_runs_whole_steps(run) -> None:  # t
     refused = run(f"{again} --set use_end2end=false", expected=1)
     assert f"error: the pipeline in {plan} needs use_end2end=True\n" in refused
     assert "--set use_end2end=true" in refused
+    # Another number of microbatches is named as any other thing that the file does not say.
+    own = Plan.from_json(json.loads(plan.read_text())).num_microbatches
+    count = again.replace("verify", "simulate").replace("--steps 1 ", "")
+    count += " --set pas_config.num_microbatches"
+    named = [run(f"{count}={number}").splitlines()[1] for number in (own, 2 * own)]
+    assert named[0] == "not from the file: 1 unit, a100-80gb"
+    assert named[1] == f"{named[0]}, {2 * own} microbatches"
 
 
 def test_the_limit_counts_from_the_start_of_the_command(  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from shardwright.compiler.plan.check import check_batch
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
+from shardwright.compiler.plan.zero import settled_config, units_of_storage
 from shardwright.policies.pipeline_mesh import check_end2end
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.arguments import checked
@@ -65,10 +66,10 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
 
 def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The plan of the options, on the ranks of the config, with its certificate if that is of this
-    plan and these inputs.
+    plan and these inputs. It stores parameters over the units as the config of now says.
 
-    Raises :class:`PlanError` for a plan that does not fit, and :class:`ConfigError` for a pipeline
-    without ``use_end2end``.
+    Raises :class:`PlanError` for a plan that does not fit or was chosen for another stage of ZeRO,
+    and :class:`ConfigError` for a pipeline without ``use_end2end``.
     """
     saved = read_plan_file(options.load_plan)
     if saved.stages:
@@ -76,6 +77,8 @@ def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfi
     # With a batch of another size many operators may not fit, and all for one reason.
     check_batch(graph, saved)
     plan = refit(saved, graph, config.plan_ngpus, options.mesh)
+    # The file may be of another number of units, or of another stage of ZeRO.
+    plan = replace(plan, zero=units_of_storage(settled_config(plan, config)))
     if options.num_microbatches is not None:
         plan = _of_microbatches(plan, options.num_microbatches)
     return checked_certificate(plan, graph, config)

@@ -42,7 +42,8 @@ def settings_of(config: ComputeConfig) -> dict[str, Any]:
 
 def certified(plan: Plan, graph: IRGraph, config: ComputeConfig, num_microbatches: int) -> Plan:
     """The plan with its certificate bound to it, and with the stage of ZeRO that it was searched
-    for: time and memory are those of that stage. A plan without ZeRO names none, and goes with any.
+    for: time and memory are those of that stage. A plan without ZeRO names none, and goes with any;
+    its certificate does not.
 
     ``num_microbatches``: those of the step that is certified, where the plan itself has none.
     """
@@ -69,9 +70,11 @@ def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Pl
     known = plan.certificate
     if known is None:
         return plan
+    # A plan that names no stage was searched without ZeRO, and may be used with any.
+    is_its_stage = config.leaves_zero_to_plan or config.zero_stage == (plan.zero_stage or 0)
     # A file without settings is of an older version: whatever is set goes with it.
     is_alike = known.settings in (None, settings_of(_with_own_zero(plan, config)))
-    if is_alike and known.digest == certified_digest(plan, graph, config):
+    if is_its_stage and is_alike and known.digest == certified_digest(plan, graph, config):
         return plan
     return replace(plan, certificate=None)
 

@@ -493,6 +493,30 @@ def test_how_gradients_are_summed_is_taken_from_the_file(run, tmp_path: Path) ->
         assert "how gradients are summed" not in run(f"{explain} {quiet}")
 
 
+def test_a_plan_without_zero_is_explained_with_the_stage_that_is_asked_for(run) -> None:  # type: ignore[no-untyped-def]
+    """Its steps and bytes are those of the stage, as ``simulate`` has them; its certificate is of
+    the stage that was searched.
+    """
+    run("plan plan_models:make --plan-ngpus 1 --runtime-ngpus 4 --hardware h100 --out plan.json")
+    explain = "explain plan_models:make --plan plan.json"
+    simulate = "simulate plan_models:make --policy saved --set pas_config.load_plan=plan.json"
+    claim, steps = " in units of 1 rank, without ZeRO and without pipelines", []
+    for stage in range(4):
+        asked = f"--set use_zero={stage}"
+        shown = [run(f"{explain} {asked}"), run(f"{simulate} {asked}")]
+        lines = [[line for line in text.splitlines() if line.startswith("step ")] for text in shown]
+        assert lines[0] == lines[1]
+        steps += [lines[0][0]]
+        assert (claim in shown[0]) == (stage == 0)
+        assert ("nothing is known of other plans" in shown[0]) == (stage != 0)
+    assert len(set(steps)) == 4
+    # Over other units than the file's, too.
+    others = "--set use_zero=3 --runtime-ngpus 2"
+    shown = [run(f"{command} {others}") for command in (explain, simulate)]
+    first, second = ([line for line in s.splitlines() if line.startswith("step ")] for s in shown)
+    assert first == second and first[0] not in steps
+
+
 def test_what_is_typed_of_a_table_changes_that_of_the_file(run) -> None:  # type: ignore[no-untyped-def]
     table = '--set distributed_optimizer={"bucket_cap_mb":50,"dtype":"bfloat16"} --set use_zero=0'
     ranks = "--plan-ngpus 1 --runtime-ngpus 2 --dtype bfloat16"

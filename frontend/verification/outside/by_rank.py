@@ -9,7 +9,7 @@ through one program. This statement stands in all files, and yet rank 1 alone ru
 The compiler writes nothing of the kind. So a file is held to what the compiler writes:
 
 - A condition asks ``self.training`` or ``self.trains``.
-- A loop runs over ``range`` of numbers.
+- A loop runs over ``range`` of numbers, or over constants.
 - An axis is an argument of a call, or is asked for sizes. Its ``offset`` is an argument of a call:
   ``embedding(x, weight, start=tp.offset(30))``.
 - Nothing else tells the rank: no ``self.rank``, ``torch.distributed.get_rank()`` or
@@ -72,11 +72,10 @@ class _Statements:
                     yield self._told(
                         condition, f"`{ast.unparse(condition)}`: a condition may ask {asked} only"
                     )
-            if isinstance(node, ast.For | ast.comprehension) and not _is_range(node.iter):
-                yield self._told(
-                    node.iter,
-                    f"`{ast.unparse(node.iter)}`: a loop may run over `range` of numbers only",
-                )
+            if isinstance(node, ast.For | ast.comprehension) and not _is_alike(node.iter):
+                text = ast.unparse(node.iter)
+                why = f"`{text}`: a loop may run over `range` of numbers or constants only"
+                yield self._told(node.iter, why)
             if isinstance(node, ast.Name | ast.Attribute) and self._tells_rank(node):
                 yield self._told(node, f"`{ast.unparse(node)}` tells which rank this is")
         for axis in self._axes():
@@ -154,8 +153,10 @@ def _without_not(condition: ast.expr) -> ast.expr:
     return condition.operand if negated else condition  # type: ignore[attr-defined]
 
 
-def _is_range(node: ast.expr) -> bool:
-    """Whether a loop over it runs equally often on all ranks: ``range(12)``."""
+def _is_alike(node: ast.expr) -> bool:
+    """Whether a loop over it is the same on all ranks: ``range(12)``, ``("logits", "count")``."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return all(isinstance(x, ast.Constant) for x in node.elts)
     return (
         isinstance(node, ast.Call)
         and ast.unparse(node.func) == "range"

@@ -645,8 +645,7 @@ def _rows_table(
     heads = ["row", "model", "GPUs", *["precision"] * precision, "plan"]
     heads += ["measured s", "predicted s", "error"]
     heads += ["measured GB"] * measured + ["predicted GB"] * bool(peaks) + [""] * fitted
-    hint = "--memory predicts the GB, too" if measured and not peaks else None
-    table = Table(*heads, title=study, caption=hint)
+    table = Table(*heads, title=study)
     for row in rows:
         predicted = found[row.name]
         cells = [
@@ -667,6 +666,9 @@ def _rows_table(
             cells.append("fitted" if row.name in machine.fitted_on else "")
         table.add_row(*cells)
     return table
+
+
+NO_MEMORY = "memory was not audited: a plan may need more than its device has (--memory tells)"
 
 
 def main() -> None:
@@ -729,6 +731,8 @@ def run(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         pictures=arguments.pictures,
     )
+    if studies and not arguments.memory:
+        console.print(NO_MEMORY)
     for built_as, names in by_sizes(studies).items():
         said = f"{rows_of(names)}: built as a {built_as} by sizes, as the name is not known here"
         console.print(f"{said} ({', '.join(names)})")

@@ -198,6 +198,10 @@ def compile_graph(
     return Compiled(program, emitted.files, settled, manager.report, work)
 
 
+MUCH_MORE = "does much more than its part"
+"""What is said of a rank with more than an even share of the work."""
+
+
 def warn_of_work(name: str, work: WorkShare) -> None:
     """Say that ranks do much more than their part, and where."""
     warnings.warn(uneven_work(name, work), stacklevel=3)
@@ -206,7 +210,7 @@ def warn_of_work(name: str, work: WorkShare) -> None:
 def uneven_work(name: str, work: WorkShare) -> str:
     """What is said of a model whose ranks do much more than their part, and where they do."""
     return format_error(
-        f"each rank of {name} does much more than its part: {work}",
+        f"each rank of {name} {MUCH_MORE}: {work}",
         why=on_lines(work.reasons),
         hint="another policy or mesh; `shardwright inspect` says why operators are not split",
     )

@@ -249,6 +249,14 @@ class ComputeConfig:
         return replace(self, distributed_optimizer=larger, reducer_bucket_cap_mb=None)
 
     @property
+    def bucket_cap_name(self) -> str:
+        """The setting that says how large buckets are: of the optimizer's table, where there is
+        one.
+        """
+        table = self.optimizer_table
+        return "reducer_bucket_cap_mb" if table is None else "distributed_optimizer.bucket_cap_mb"
+
+    @property
     def optimizer_table(self) -> DistributedOptimizerConfig | None:
         """:attr:`distributed_optimizer` as it was read."""
         table = self.distributed_optimizer
@@ -369,7 +377,7 @@ def _check_table(config: ComputeConfig) -> None:
         raise ConfigError(
             "reducer_bucket_cap_mb and distributed_optimizer contradict each other",
             why=f"reducer_bucket_cap_mb={cap_mb:g}, but bucket_cap_mb={table.bucket_cap_mb:g}",
-            hint="leave out reducer_bucket_cap_mb",
+            hint=f"set {config.bucket_cap_name}={cap_mb:g} in the place of reducer_bucket_cap_mb",
         )
     # ZeRO is not chosen yet.
     if config.leaves_zero_to_plan:

@@ -53,7 +53,11 @@ class WorkShare:
 
     @property
     def is_uneven(self) -> bool:
-        return self.share > UNEVEN / self.num_ranks
+        return self.is_uneven_on(self.num_ranks)
+
+    def is_uneven_on(self, num_ranks: int) -> bool:
+        """Whether the share would be uneven on so many ranks."""
+        return self.share > UNEVEN / num_ranks
 
     def __str__(self) -> str:
         """The share in a few words for people: ``62.5% of the arithmetic of one device on each of

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from shardwright import __version__
-from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.compile import MUCH_MORE, Compiled, compile_graph, warn_of_work
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
@@ -48,6 +48,7 @@ from shardwright.frontend.report.plan_details import Details, stored_layouts
 from shardwright.policies.autodist.questions.launches import (
     bound_by_launches,
     host_unknown,
+    num_needed,
     repeated_work,
 )
 from shardwright.policies.saved_plan import read_plan_file
@@ -83,9 +84,14 @@ def run_simulate(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr if options.json else sys.stdout)
     imbalance = read_imbalance(options.imbalance, config.plan_ngpus)
     graph = _traced(options, request)
-    compiled = compile_graph(
-        graph, policy.apply, config, policy_name=policy.name, version=__version__
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{MUCH_MORE}")  # said below, if it is
+        compiled = compile_graph(
+            graph, policy.apply, config, policy_name=policy.name, version=__version__
+        )
+    # Work that is repeated is said by itself.
+    if compiled.work is not None and compiled.work.is_uneven_on(num_needed(compiled.plan)):
+        warn_of_work(compiled.program.graph.name, compiled.work)
     if imbalance is not None:
         check_imbalance(compiled.program.graph, imbalance)
         check_has_experts(compiled.program.graph, "--imbalance")

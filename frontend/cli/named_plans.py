@@ -155,8 +155,8 @@ class NamedPlan:
             said.append(
                 f"{self.plan.batch} samples (the dummy arguments are cut or repeated to that)"
             )
-        elif (self.added_up or 1) > 1:
-            said.append(f"{self.added_up} microbatches")
+        elif (self._num_microbatches or 1) > 1:
+            said.append(f"{self._num_microbatches} microbatches")
         lines = [f"{self.path} is for {', '.join(said)}"]
         otherwise = [*self._otherwise(config)]
         # A pipeline has the number of its policy, whatever else is said.

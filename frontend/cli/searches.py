@@ -54,6 +54,7 @@ from shardwright.policies.autodist.questions.explain import (
 from shardwright.policies.autodist.questions.launches import (
     bound_by_launches,
     host_unknown,
+    num_needed,
     repeated_work,
 )
 from shardwright.policies.autodist.questions.odd_sizes import slowed_by_odd_sizes
@@ -240,11 +241,13 @@ def _say_what_slows(console: Console, request: Request) -> None:
 
 
 def _uneven_work(request: Request) -> str | None:
-    """What a compile warns of: ranks of the plan that do much more than their part."""
+    """What a compile warns of: ranks of the plan that do much more than their part, also of those
+    that repeat no other's work, which is said by itself.
+    """
     if request.config.plan_ngpus == 1:
         return None
     work = request.auditor.work(request.best.plan)
-    if work is None or not work.is_uneven:
+    if work is None or not work.is_uneven_on(num_needed(request.best.plan)):
         return None
     return uneven_work(request.graph.name, work)
 

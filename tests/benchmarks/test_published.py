@@ -308,6 +308,7 @@ def test_rows_with_all_sizes_are_priced(
         assert "1 row: built as a Mixtral by sizes, as the name is not known here (sizes 1)" in said
         # Nothing was measured or audited of memory, and nothing fitted.
         assert "GB" not in said and "over memory" not in said and "nothing (launch_us 50" in said
+        assert said.count(script.NO_MEMORY) == 1
 
 
 def test_layers_are_dealt_out_as_megatron_does(script: ModuleType) -> None:

@@ -171,7 +171,8 @@ REFUSALS = {
         {"distributed_optimizer": {}, "reducer_bucket_cap_mb": 25},
         "reducer_bucket_cap_mb and distributed_optimizer contradict each other\n"
         "  why:   reducer_bucket_cap_mb=25, but bucket_cap_mb=100\n"
-        "  try:   leave out reducer_bucket_cap_mb",
+        "  try:   set distributed_optimizer.bucket_cap_mb=25 in the place of "
+        "reducer_bucket_cap_mb",
     ),
     "distributed optimizer without optimizer": (
         {"distributed_optimizer": {}, "inference_only": True},

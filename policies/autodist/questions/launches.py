@@ -74,9 +74,7 @@ def bound_by_launches(
     larger = _with_largest_buckets(config)
     larger_s = step_s if larger is None else step_on(hardware, larger)
     if larger is not None and larger_s < (1 - FELT) * step_s:
-        table = config.optimizer_table is not None
-        name = "distributed_optimizer.bucket_cap_mb" if table else "reducer_bucket_cap_mb"
-        setting = f"{name}={MOST_BUCKET_CAP_MB:g}"
+        setting = f"{config.bucket_cap_name}={MOST_BUCKET_CAP_MB:g}"
         ways.append(f"larger buckets of gradients ({setting}: {amount(larger_s, 's')})")
         step_s, config = larger_s, larger
     # What larger buckets cure has work enough.
@@ -125,8 +123,7 @@ def repeated_work(plan: Plan, num_units: int) -> str | None:
     """
     copying = copying_axes(plan)
     meshes = _meshes(plan)
-    own = sum(mesh.size for mesh in meshes)
-    needed = sum(mesh.size // _num_copies(mesh, copying) for mesh in meshes)
+    own, needed = sum(mesh.size for mesh in meshes), num_needed(plan)
     if needed == own:
         return None
     axes = {
@@ -142,6 +139,12 @@ def repeated_work(plan: Plan, num_units: int) -> str | None:
         f"{'rank' if needed * num_units == 1 else 'ranks'} is as fast: use fewer ranks, or more "
         f"units (plan_ngpus={needed})"
     )
+
+
+def num_needed(plan: Plan) -> int:
+    """The ranks of a unit that do what no other rank does: as many do all the work of the plan."""
+    copying = copying_axes(plan)
+    return sum(mesh.size // _num_copies(mesh, copying) for mesh in _meshes(plan))
 
 
 def _num_copies(mesh: Mesh, copying: frozenset[str]) -> int:

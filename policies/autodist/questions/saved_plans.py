@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
@@ -65,7 +65,7 @@ def _of_stages(plan: Plan) -> list[Plan]:
 def audited_levers(request: Request) -> list[Choice]:
     """What would help this very plan: ZeRO, larger buckets of gradients, other numbers of
     microbatches, recomputation. The plan itself comes first; of the others those that take less
-    time or less memory.
+    time or less memory, and lower stages of ZeRO that take about as long.
     """
     best = request.best
     assert best.cost is not None
@@ -76,6 +76,7 @@ def audited_levers(request: Request) -> list[Choice]:
         is_smaller = choice.peak_bytes < best.cost.peak_bytes * (1 - TIE)
         if is_faster or is_smaller:
             found.append(choice)
+    found += _with_lower_zero(request)
     return found
 
 
@@ -90,11 +91,24 @@ def _choice(request: Request, name: str, plan: Plan, steps: float = 1.0) -> Iter
 
 
 def _with_zero(request: Request) -> Iterator[Choice]:
-    """Optimizer state, gradients and parameters in pieces over the units, where there are some."""
+    """More of optimizer state, gradients and parameters in pieces over the units."""
+    yield from _with_stages(request, range(request.config.zero_stage + 1, 4))
+
+
+def _with_lower_zero(request: Request) -> Iterator[Choice]:
+    """Lower stages of ZeRO that fit and are faster, or as fast as a search takes a simpler plan."""
+    most_s = (1 + request.options.simpler_within) * request.best.step_s
+    for choice in _with_stages(request, range(request.config.zero_stage)):
+        if choice.fits and choice.step_s <= most_s:
+            yield choice
+
+
+def _with_stages(request: Request, stages: Iterable[int]) -> Iterator[Choice]:
+    """The plan with other stages of ZeRO, where there are several units."""
     config, plan = request.config, request.best.plan
-    if config.num_units == 1 or not isinstance(config.use_zero, int):
+    if config.num_units == 1:
         return
-    for stage in range(config.use_zero + 1, 4):
+    for stage in stages:
         try:
             changed = config.with_zero(stage)
         except ConfigError:
@@ -115,10 +129,9 @@ def _with_larger_buckets(request: Request) -> Iterator[Choice]:
     cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
     all_mb = all_gradients_mb(config, request.graph.used_parameters)
     sizes = {min(times * cap_mb, float(math.ceil(all_mb))) for times in (4, 16)}
-    name = "bucket_cap_mb" if config.optimizer_table else "reducer_bucket_cap_mb"
     for size in sorted(sizes) if cap_mb < all_mb else ():
         asked = replace(request, config=config.with_bucket_cap(size))
-        for choice in _choice(asked, f"{name}={size:g}", best.plan):
+        for choice in _choice(asked, f"{config.bucket_cap_name}={size:g}", best.plan):
             if choice.step_s < best.step_s * (1 - FELT):
                 yield choice
 

@@ -14,12 +14,12 @@ from shardwright.runtime.config import ComputeConfig
 
 
 def finishing(config: ComputeConfig) -> tuple[AnyPass, ...]:
-    """The passes that follow lowering, in order: gathers go together, draws are of pieces, and
-    messages start early.
+    """The passes that follow lowering, in order: draws are of pieces, gathers go together where
+    that holds no more memory, and messages start early.
     """
     # Ranks may draw each their own piece, or all must draw what one device would.
     draws = draw_pieces if config.rng == "fast" else check_draws
-    return GatherTogether(config), FunctionPass("draws", draws), Overlap(config)
+    return FunctionPass("draws", draws), GatherTogether(config), Overlap(config)
 
 
 def finished(

@@ -31,7 +31,7 @@ from shardwright.compiler.cost.step_calls import (
     shortened,
     stacked_shape,
 )
-from shardwright.compiler.ir.op import IROp, once
+from shardwright.compiler.ir.op import Arg, IROp, RankDraw, once
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
@@ -466,5 +466,11 @@ def _signature_of_call(op: IROp) -> object:
 
 
 def _source(op: IROp) -> str:
+    # Layers that are alike differ in the names of their values, and of what they draw.
     names = {value.name: f"x{index}" for index, value in enumerate(op.operands)}
-    return call_source(op, lambda value: names[value.name], to_python)
+
+    def without_name(arg: Arg) -> Arg:
+        return replace(arg, name="") if isinstance(arg, RankDraw) else arg
+
+    unnamed = op.changed(args=tuple((name, without_name(arg)) for name, arg in op.args))
+    return call_source(unnamed, lambda value: names[value.name], to_python)

@@ -10,6 +10,7 @@ from example_ops import example_op
 
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.memory.footprint import Footprints, TensorForm
+from shardwright.compiler.ir.op import RankDraw
 from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Adapt, Compute
@@ -64,6 +65,17 @@ def test_a_product_keeps_its_factors() -> None:
     assert backward.wanted == (0, 1, 2)
     assert [form.shape for form in backward.gradients] == [(4, 8), (6, 8), (6,)]
     assert sorted(backward.made) == [24, 128, 192] and backward.peak == 24 + 128 + 192
+
+
+def test_layers_that_differ_in_the_name_of_a_draw_run_once() -> None:
+    dropout, operands = compute(F.dropout, randn(4, 8), 0.1)
+    own = dropout.op.retarget("shardwright.runtime.ops.dropout")
+    first, second, other = (
+        ALONE.forward(replace(dropout, op=own.with_args(draw=draw)), operands)
+        for draw in (RankDraw("a"), RankDraw("b"), RankDraw("b", layout="[4, 8]"))
+    )
+    assert first is second and first is not other
+    assert first.exact
 
 
 def test_without_training_nothing_is_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,6 +14,9 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import suggestion
 from shardwright.runtime.errors import PlanError
+
+WILDCARDS = frozenset("*?[")
+"""The characters that make a name of a pattern match others than itself."""
 
 
 def mark_planned(graph: PlannableGraph) -> IRGraph:
@@ -36,19 +40,24 @@ def mark_recompute(
     # Patterns that matched something; the others are refused below.
     matched: set[str] = set()
 
+    # Most patterns of a search are plain paths, hundreds of them, which are looked up by the fronts
+    # of a path; only those with wildcards are compared one by one.
+    order = {pattern: place for place, pattern in reversed(list(enumerate(patterns)))}
+    wild = [pattern for pattern in order if not WILDCARDS.isdisjoint(pattern)]
+    plain = order.keys() - set(wild)
+
     @functools.cache  # a module has many operators
     def region_of_path(path: str) -> str | None:
         # ``model.layers.*`` matches ``model.layers.3.mlp``: a pattern is compared with the front of
         # a path.
         parts = path.split(".")
-        for pattern in patterns:
-            wanted = pattern.split(".")
-            if len(parts) >= len(wanted) and all(
-                fnmatchcase(a, b) for a, b in zip(parts, wanted, strict=False)
-            ):
-                matched.add(pattern)
-                return "recompute_" + "_".join(parts[: len(wanted)])
-        return None
+        found = [front for front in itertools.accumulate(parts, "{}.{}".format) if front in plain]
+        found += [pattern for pattern in wild if _matches_front(parts, pattern.split("."))]
+        if not found:
+            return None
+        first = min(found, key=order.__getitem__)
+        matched.add(first)
+        return "recompute_" + "_".join(parts[: first.count(".") + 1])
 
     def region(op: IROp) -> str | None:
         if op.region is not None:
@@ -73,3 +82,8 @@ def mark_recompute(
                 "'model.layers.*'",
             )
     return replace(graph, ops=ops)
+
+
+def _matches_front(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the first names of a path match those of a pattern."""
+    return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))

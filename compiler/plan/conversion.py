@@ -102,7 +102,7 @@ def convert(
     # A state has cuts in place of atoms: what is not cut has no part in a conversion.
     state = State.of(source, mesh, differentiable=differentiable)
     goal = State.of(target, mesh, differentiable=differentiable)
-    before = _build(shape, state, density)
+    before = canonical(source, mesh, differentiable=differentiable)
     # Rows that a router chose are nowhere else: no adapter moves them.
     if density is not None and _cuts_of(state, density.dims) != _cuts_of(goal, density.dims):
         return (AdapterStep(REGROUP, mesh.names, before, _build(shape, goal, density)),)

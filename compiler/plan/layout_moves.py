@@ -19,6 +19,7 @@ pieces a second one sends only what the first has left.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ class State:
     grad_partial: tuple[str, ...]
 
     @classmethod
+    @functools.lru_cache(maxsize=65536)  # a placement converts each layout to hundreds of others
     def of(cls, layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> State:
         """The state of a layout. Without a gradient (not ``differentiable``) it is G on no axis."""
         partial = sorted(a for a in layout.partial if mesh.axis_size(a) > 1)

@@ -95,6 +95,23 @@ class MeshSearch:
                 return not self.left
         return True
 
+    def bound_left(self) -> None:
+        """Place the model on meshes that time did not reach, for their bounds alone: of most of
+        them, and of the same meshes in zigzag, that tells that they cannot be better, sooner than
+        the plans of simple policies there do. A steady share of the rest is for those plans: all
+        of it in a short search.
+
+        Example: the best plan takes 22.4 s. On ``x=64`` in 4 positions none takes less than 43.2 s,
+        which is known after 2 s.
+        """
+        until = 1.0 - self.clock.steady * (1.0 - self.clock.spent())
+        if not self.left or self.clock.spent() >= until:
+            return
+        num_tried = len(self.placed)
+        self.place_until(until)
+        for placed_mesh in self.placed[num_tried:]:
+            self.bounds.refuse(placed_mesh)
+
     # --------------------------------------------------------------------------------------------
     # trying
 

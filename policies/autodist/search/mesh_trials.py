@@ -96,6 +96,8 @@ class MeshTrials:
                 if found is None:
                     continue
                 placed = found
+                if self._is_beaten(placed_mesh, request, placed):
+                    continue
             if any(_places_alike(placed.plan, plan) for plan in seen):
                 continue
             seen.append(placed.plan)
@@ -125,6 +127,23 @@ class MeshTrials:
                 named_schedules = [
                     each for each in named_schedules if steps_s.get(each, 0.0) <= within_s
                 ]
+
+    def _is_beaten(
+        self, placed_mesh: PlacedMesh, request: MeshRequest, placed: PlacedModel
+    ) -> bool:
+        """Whether stages of a placement are not worth cutting, as those of one position take as
+        long as the best plan. Of a placement that is made for computing again they may take less,
+        as stages compute less again; and of one that waits for its gathers, too.
+
+        Example: the best plan takes 23.0 s. Within the memory of 8 positions a placement takes
+        194 s, so the stages of one of them take 24.2 s at least.
+        """
+        is_for_again = request.memory_weight or request.recompute != placed_mesh.request.recompute
+        if is_for_again or not request.hides_gathers:
+            return False
+        # Of plans that were audited, as nothing else is sure to fit.
+        out_s = (1 + self._space.simpler_within) * self._state.beaten_s()
+        return placed.cost_s / placed_mesh.num_positions >= out_s
 
     def _as_placed(self, title: str, placed: PlacedModel) -> Candidate:
         """A plan as it is placed. Nothing predicts what it takes: its program will tell."""

@@ -161,11 +161,13 @@ class Search:
             meshes.try_more_chunks()
             MixedStages(self.state, self.audits).run(meshes.placed)
 
-        # Last, audit what is predicted to beat the best plan, and simple policies' plans that may;
-        # of those that are too large the same with the loss in pieces.
+        # Last, audit what is predicted to beat the best plan; bound the meshes that are left; audit
+        # simple policies' plans that may be better, and of those that are too large the same with
+        # the loss in pieces.
         simple_policies.end_reserve()
         if self.result.audited:
             self.audits.audit_promising(most=1, near=1.0)
+            meshes.bound_left()
         simple_policies.run(meshes.placed, meshes.left)
         if self.space.pieces:
             loss_pieces.run()

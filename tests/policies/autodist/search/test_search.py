@@ -253,18 +253,22 @@ def test_a_mesh_of_simpler_plans_may_be_a_little_worse(within: float) -> None:
     assert titles == {"x=2 x y=2", "x=4"} if within else {"x=2 x y=2"}
 
 
-def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
+@pytest.mark.parametrize("cost_s", [0.99, 1.01])
+def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed(cost_s: float) -> None:
+    """Another search has a plan of 1 s. A placement that takes longer by itself is not cut."""
+
     def bounded(mesh_request: MeshRequest) -> PlacedModel:
         if mesh_request.memory_bytes is not None:
-            return replace(by_thumb(mesh_request), bound_s=10.0)
+            return replace(by_thumb(mesh_request), bound_s=10.0, cost_s=cost_s)
         return whole_weights(mesh_request)
 
-    space = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    space: dict[str, Any] = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}, "recompute": ()}
     small = search(**space)
     assert small.best is not None and small.best.cost is not None
-    tight = search(bounded, **space, memory_bytes=1.05 * small.best.cost.peak_bytes)
+    memory_bytes = 1.05 * small.best.cost.peak_bytes
+    tight = search(bounded, **space, memory_bytes=memory_bytes, others_s=1.0)
     tried = [placed for candidate in (*tight.audited, *tight.others) for placed in candidate.placed]
-    assert any(placed.space == "by thumb" for placed in tried)
+    assert any(placed.space == "by thumb" for placed in tried) is (cost_s < 1)
     assert all(placed.bound_s == 1e-6 for placed in tried)
 
 
@@ -393,6 +397,30 @@ def test_rounds_of_placing_are_no_longer_in_a_search_of_more_than_two_minutes(
     assert len(ends_s) == num_rounds
     for earlier, later in itertools.pairwise(ends_s):
         assert 0.0 < later - earlier < 2.001 * first_s
+
+
+@pytest.mark.parametrize(("steady", "num_left"), [(0.2, 0), (1.0, 3)])
+def test_what_a_long_search_did_not_reach_is_bounded_before_simple_plans(
+    steady: float, num_left: int
+) -> None:
+    """Of 100 s there are 10 left. A long search keeps 2 of them for plans of simple policies."""
+    clock = Passing(100.0, steady=steady)
+
+    def slowly(mesh_request: MeshRequest) -> PlacedModel:
+        clock.passed_s += 1.0
+        return replace(by_thumb(mesh_request), bound_s=1e-7)
+
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    space = SearchSpace(meshes={n: meshes(n) for n in divisors(4)}, num_microbatches=8)
+    machine = load_hardware("a100-80gb", 4)
+    outer = Search(graph(), config, machine, space, slowly, clock=clock)
+    outer.meshes.list_all()
+    outer.meshes.place_until(0.0)
+    clock.passed_s = 90.0
+    outer.meshes.bound_left()
+    assert len(outer.meshes.left) == num_left and len(outer.meshes.placed) == 4 - num_left
+    assert len(outer.result.unanswered) == 3 - num_left
+    assert all(0.0 < bound_s <= 1e-7 for bound_s in outer.result.unanswered.values())
 
 
 def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:

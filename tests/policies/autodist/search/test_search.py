@@ -403,7 +403,7 @@ def test_rounds_of_placing_are_no_longer_in_a_search_of_more_than_two_minutes(
 def test_what_a_long_search_did_not_reach_is_bounded_before_simple_plans(
     steady: float, num_left: int
 ) -> None:
-    """Of 100 s there are 10 left. A long search keeps 2 of them for plans of simple policies."""
+    """Ten of 100 s are left. A long search keeps two of them for plans of simple policies."""
     clock = Passing(100.0, steady=steady)
 
     def slowly(mesh_request: MeshRequest) -> PlacedModel:

@@ -192,7 +192,9 @@ def search_plan(
 
 
 TRACING_SHARE = 0.5
-"""The share of the time limit after which no further size of a microbatch is traced."""
+"""The share of the time limit in which further sizes of a microbatch are traced. A trace is only
+begun if one that takes as long as the last is done by then.
+"""
 
 
 @dataclass
@@ -207,6 +209,7 @@ class _Tracer:
     options: AutodistOptions
     watch: Stopwatch
     traced: dict[int, PlannableGraph] = field(default_factory=dict)
+    trace_s: float = 0.0  # what the last one took
 
     def variants(self, config: ComputeConfig, sizes: Sequence[int] | None) -> Subsearches:
         """What is searched for units of ``config``, with microbatches of ``sizes``, if any are
@@ -264,7 +267,7 @@ class _Tracer:
         wanted = batches(config, options.global_batch, sizes, dims)
         for batch in sorted(wanted, key=lambda batch: -batch.samples):
             size, took_s = batch.samples, self.watch.wall_s
-            is_late = took_s > TRACING_SHARE * options.time_limit_s
+            is_late = took_s + self.trace_s > TRACING_SHARE * options.time_limit_s
             if size not in self.traced and is_late and self.traced:
                 left_out[f"microbatches of {size}"] = (
                     f"{NOT_SEARCHED}, as {took_s:.0f} s of the limit were over when other sizes "
@@ -285,7 +288,7 @@ class _Tracer:
         """Trace with the dims ``fixed`` static, as nobody knows what a microbatch of any size
         costs.
         """
-        config = self.config
+        config, began_s = self.config, self.watch.wall_s
         dynamic = {
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()
@@ -293,6 +296,8 @@ class _Tracer:
         named = {path: dims for path, dims in dynamic.items() if dims}
         graph = trace(self.module, args, dynamic_dims=named, constants=config.constants)
         graph = fold_constants(graph) if config.constant_folding else graph
-        return annotate(
+        graph = annotate(
             without_gradients(graph) if config.inference_only else graph, pass_manager()
         )
+        self.trace_s = self.watch.wall_s - began_s
+        return graph

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from shardwright import __version__
 from shardwright.compiler.compile import compile_graph, uneven_work
-from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.operator_file import load_times
+from shardwright.compiler.cost.work_share import work_share
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
@@ -226,13 +226,11 @@ def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> 
 
 def _say_what_slows(console: Console, request: Request) -> None:
     best = request.best
-
-    def step_on(machine: Hardware, config: ComputeConfig = request.config) -> float:
-        return replace(request, hardware=machine, config=config).auditor(best.plan).step_s
-
-    launches = bound_by_launches(best.plan, best.step_s, request.hardware, request.config, step_on)
+    launches = bound_by_launches(
+        best.plan, best.step_s, request.hardware, request.config, request.step_on
+    )
     repeated = repeated_work(best.plan, request.config.num_units)
-    host = host_unknown(best.step_s, request.hardware, step_on)
+    host = host_unknown(best.step_s, request.hardware, request.step_on)
     uneven = _uneven_work(request)
     for told in (launches, repeated, uneven, host, slowed_by_odd_sizes(request)):
         if told is not None:
@@ -246,7 +244,7 @@ def _uneven_work(request: Request) -> str | None:
     """
     if request.config.plan_ngpus == 1:
         return None
-    work = request.auditor.work(request.best.plan)
+    work = work_share(request.lowered)
     if work is None or not work.is_uneven_on(num_needed(request.best.plan)):
         return None
     return uneven_work(request.graph.name, work)

@@ -16,6 +16,7 @@ from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.imbalance import Imbalance, capped
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.axis_roles import meshes_with
 from shardwright.policies.autodist.candidates.clock import Clock, steady_share
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
@@ -205,6 +206,7 @@ def search_each(
         _check_names(subsearch.graph, options)
     times = load_times(options.hardware)
     pricings: Pricings = {}
+    alarm = Alarm(options.time_limit_s - spent_s)
 
     def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
         chosen = options_of(subsearch, options, time_limit_s)
@@ -215,12 +217,13 @@ def search_each(
         placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
         return Search(
             subsearch.graph, subsearch.config, hardware, space, placer,
-            optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
+            optimizer=chosen.optimizer_memory, times=times, clock=clock, alarm=alarm,
+            least=placer.least_s,
         ).run()  # fmt: skip
 
     # A search makes millions of objects that stay: see ``compiler/collector.py``.
     with only_new_objects():
-        found = subsearches.search(one, options.time_limit_s, spent_s)
+        found = subsearches.search(one, options.time_limit_s, spent_s, alarm)
     if found.audited:
         taken = simplest(found.audited, hardware, options.simpler_within)
         found.simpler = None if taken is found.best else taken

@@ -73,7 +73,7 @@ class AutodistOptions:
     (:mod:`~.candidates.simpler`).
 
     ``time_limit_s``: seconds of the clock on the wall for the whole search, which ends by itself
-    when nothing is left.
+    when nothing is left. When they are over, the step under way is broken off.
 
     **Files.** ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
     nothing.

@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import zoo
@@ -10,6 +11,8 @@ from api_jobs import Net, X
 import shardwright
 from shardwright.frontend import search_plan
 from shardwright.frontend.search_plan import PlanSearch
+from shardwright.policies.autodist import autodist_policy
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 from shardwright.runtime.config import ComputeConfig
 
@@ -36,8 +39,9 @@ def test_a_module_or_a_class(given):
 
 
 def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace takes four seconds of twelve, and one was over before. The first one is of the
-    arguments given, the second of the largest size; then more than half of the time is over.
+    """A trace takes four seconds of twenty, and one was over before. The first one is of the
+    arguments given, the second of the largest size. With a third one more than half of the time
+    would be over.
     """
     seconds = [0.0]
     trace, search_each = search_plan.trace, search_plan.search_each
@@ -52,13 +56,23 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
         assert spent_s == 9.0
         return search_each(variants, options, hardware, spent_s)
 
+    alarms: list[tuple[float, Mock]] = []
+
+    def noted(left_s: float) -> Mock:
+        alarm = Mock(wraps=Alarm(left_s), has_rung=False)
+        alarms.append((left_s, alarm))
+        return alarm
+
+    monkeypatch.setattr(autodist_policy, "Alarm", noted)
     monkeypatch.setattr(search_plan, "trace", slowly)
     monkeypatch.setattr(search_plan, "search_each", searched)
     entry = zoo.get("mlp")
-    options = {"hardware": "cpu", "global_batch": 8, "time_limit_s": 12.0}
+    options = {"hardware": "cpu", "global_batch": 8, "time_limit_s": 20.0}
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config=options)
     asked = PlanSearch.of(entry.build(), entry.inputs(), config, spent_s=1.0)
     found = asked.run()
+    ((left_s, alarm),) = alarms
+    assert left_s == 11.0 and alarm.may_interrupt.called and alarm.note_answer.called
     plan = asked.settled(found).plan
     assert plan.batch is not None and plan.batch.samples == 8
     why = "not searched, as 9 s of the limit were over when other sizes had been traced"
@@ -69,5 +83,5 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
         "sizes of a microbatch"
     )
     proof = "\n".join(plan.certificate.proof)
-    assert "the search was ended by the time limit of 12 s" in proof
+    assert "the search was ended by the time limit of 20 s" in proof
     assert "; no time was left to trace microbatches of 4, microbatches of 2 and 1 more" in proof

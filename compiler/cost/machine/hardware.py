@@ -96,6 +96,24 @@ class Tier:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
 
+@dataclass(frozen=True)
+class Network:
+    """What of a machine decides how long messages take. Machines whose devices alone differ have
+    equal ones.
+    """
+
+    name: str
+    tiers: tuple[Tier, ...]
+    late_s: float
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.late_s, self.num_devices))  # tiers have long lists
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.tiers[-1].sizes)
+
+
 @checked_fields
 @dataclass(frozen=True)
 class Hardware:
@@ -127,7 +145,11 @@ class Hardware:
 
     @property
     def num_devices(self) -> int:
-        return sum(self.tiers[-1].sizes)
+        return self.network.num_devices
+
+    @cached_property
+    def network(self) -> Network:
+        return Network(self.name, self.tiers, self.late_s)
 
     def digest(self) -> str:
         """A SHA-256 of all that decides costs."""

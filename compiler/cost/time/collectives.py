@@ -42,7 +42,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Hardware, Link
+from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Hardware, Link, Network
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, InternalError, did_you_mean
 from shardwright.runtime.layout import Mesh
@@ -71,7 +71,7 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequenc
     """
     if not ranks:
         raise ConfigError(f"a {kind} needs at least one rank", hint="name the ranks that take part")
-    return _seconds(_group_lines(hardware, kind, tuple(ranks)), num_bytes)
+    return _seconds(_group_lines(hardware.network, kind, tuple(ranks)), num_bytes)
 
 
 def groups_collective_s(
@@ -81,7 +81,7 @@ def groups_collective_s(
     collective at once.
     """
     return _seconds(
-        _groups_lines(hardware, kind, tuple(tuple(group) for group in groups)), num_bytes
+        _groups_lines(hardware.network, kind, tuple(tuple(group) for group in groups)), num_bytes
     )
 
 
@@ -89,7 +89,7 @@ def rows_collective_s(hardware: Hardware, kind: str, num_bytes: float, rows: Ids
     """Seconds like those of :func:`groups_collective_s`, for groups that are the rows of an array.
     There may be a million, so nothing is kept by them.
     """
-    return _seconds(_pattern_lines(hardware, kind, rows), num_bytes)
+    return _seconds(_pattern_lines(hardware.network, kind, rows), num_bytes)
 
 
 def axes_collective_s(
@@ -101,7 +101,7 @@ def axes_collective_s(
     ranks: Sequence[int],
 ) -> float:
     """Seconds until the slowest group along ``axes`` is done, all groups communicating at once."""
-    return _seconds(_axes_lines(hardware, kind, mesh, axes, tuple(ranks)), num_bytes)
+    return _seconds(_axes_lines(hardware.network, kind, mesh, axes, tuple(ranks)), num_bytes)
 
 
 def flat_lines(kind: str, num_ranks: int) -> tuple[Line, ...]:
@@ -126,28 +126,28 @@ def _seconds(patterns: tuple[tuple[Line, ...], ...], num_bytes: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _group_lines(
-    hardware: Hardware, kind: str, ranks: tuple[int, ...]
+    network: Network, kind: str, ranks: tuple[int, ...]
 ) -> tuple[tuple[Line, ...], ...]:
-    return _pattern_lines(hardware, kind, np.array([ranks], dtype=np.int64))
+    return _pattern_lines(network, kind, np.array([ranks], dtype=np.int64))
 
 
 @lru_cache(maxsize=1024)
 def _groups_lines(
-    hardware: Hardware, kind: str, groups: tuple[tuple[int, ...], ...]
+    network: Network, kind: str, groups: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Line, ...], ...]:
     if len({len(group) for group in groups}) > 1:
         raise InternalError(
             "groups that communicate at once differ in size",
             why=str(sorted({len(g) for g in groups})),
         )
-    return _pattern_lines(hardware, kind, np.array(groups, dtype=np.int64)) if groups else ()
+    return _pattern_lines(network, kind, np.array(groups, dtype=np.int64)) if groups else ()
 
 
 @lru_cache(maxsize=4096)
 def _axes_lines(
-    hardware: Hardware, kind: str, mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...]
+    network: Network, kind: str, mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...]
 ) -> tuple[tuple[Line, ...], ...]:
-    return _pattern_lines(hardware, kind, _axes_rows(mesh, axes, ranks))
+    return _pattern_lines(network, kind, _axes_rows(mesh, axes, ranks))
 
 
 def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
@@ -168,25 +168,25 @@ def group_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
     return moved.reshape(-1, mesh.num_ranks(axes))
 
 
-def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:
+def _pattern_lines(network: Network, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:
     """The lines of every distinct pattern among groups that communicate at once. Groups of one rank
     have no pattern, as they send nothing.
 
     Two groups have one pattern if their devices fall into the same relative groups of every tier,
     at the same rates. Most meshes have one or two patterns, however many groups there are.
     """
-    _check(hardware, kind, rows)
+    _check(network, kind, rows)
     if rows.shape[1] < 2:
         return ()
     rows = np.sort(rows, axis=1)
-    ids = np.stack([tier.group_of[rows] for tier in hardware.tiers])  # [tiers, groups, ranks]
-    rates = _rates(hardware, kind, rows, ids)
+    ids = np.stack([tier.group_of[rows] for tier in network.tiers])  # [tiers, groups, ranks]
+    rates = _rates(network, kind, rows, ids)
     relative = ids - ids[:, :, :1]
     # [groups, 2 * tiers * ranks]
     keys = np.concatenate([*relative.astype(np.float64), *rates], axis=1)
     firsts = _first_of_each(keys)
-    links = [tier.link(kind) for tier in hardware.tiers]
-    late_s = hardware.late_s * math.ceil(math.log2(rows.shape[1]))
+    links = [tier.link(kind) for tier in network.tiers]
+    late_s = network.late_s * math.ceil(math.log2(rows.shape[1]))
     patterns = [_lines(kind, _levels(links, ids[:, first], rates[:, first])) for first in firsts]
     late = (tuple((late_s + latency, slope) for latency, slope in lines) for lines in patterns)
     return tuple(dict.fromkeys(late))  # a set would not keep the order
@@ -206,14 +206,14 @@ def _first_of_each(keys: npt.NDArray[np.float64]) -> list[int]:
     return [*firsts, *further.values()]
 
 
-def _check(hardware: Hardware, kind: str, rows: Ids) -> None:
+def _check(network: Network, kind: str, rows: Ids) -> None:
     if kind not in COLLECTIVES:
         raise ConfigError(f"there is no collective {kind!r}", hint=did_you_mean(kind, COLLECTIVES))
-    if rows.min() < 0 or rows.max() >= hardware.num_devices:
-        wrong = int(rows.max()) if rows.max() >= hardware.num_devices else int(rows.min())
+    if rows.min() < 0 or rows.max() >= network.num_devices:
+        wrong = int(rows.max()) if rows.max() >= network.num_devices else int(rows.min())
         raise ConfigError(
-            f"hardware {hardware.name!r} has no device {wrong}",
-            why=f"it has {hardware.num_devices}, numbered from 0",
+            f"hardware {network.name!r} has no device {wrong}",
+            why=f"it has {network.num_devices}, numbered from 0",
             hint="load_hardware(name, num_devices=...) describes as many as there are ranks",
         )
     in_order = np.sort(rows, axis=None)
@@ -225,14 +225,14 @@ def _check(hardware: Hardware, kind: str, rows: Ids) -> None:
         raise ConfigError("a send is between two ranks", why=f"{rows.shape[1]} are named")
 
 
-def _rates(hardware: Hardware, kind: str, rows: Ids, ids: Ids) -> npt.NDArray[np.float64]:
+def _rates(network: Network, kind: str, rows: Ids, ids: Ids) -> npt.NDArray[np.float64]:
     """``[tiers, groups, ranks]``: the bytes/s each device gets on each tier, while all devices that
     use it send.
     """
     rates = np.empty(ids.shape)
-    for index, tier in enumerate(hardware.tiers):
+    for index, tier in enumerate(network.tiers):
         # A rank uses this tier if its group has a member in another group of the tier inside.
-        inner = hardware.tiers[index - 1].group_of if index else np.arange(hardware.num_devices)
+        inner = network.tiers[index - 1].group_of if index else np.arange(network.num_devices)
         uses = _crosses(ids[index], inner[rows])
         rates[index] = tier.link(kind).bytes_per_s
         for shared, shares in (
@@ -240,7 +240,7 @@ def _rates(hardware: Hardware, kind: str, rows: Ids, ids: Ids) -> npt.NDArray[np
             (tier.fabric_bytes_per_s, tier.group_of),
         ):
             if shared is not None:
-                users = np.bincount(shares[rows[uses]], minlength=hardware.num_devices)
+                users = np.bincount(shares[rows[uses]], minlength=network.num_devices)
                 rates[index] = np.minimum(rates[index], shared / np.maximum(users[shares[rows]], 1))
     return rates
 

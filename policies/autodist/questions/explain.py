@@ -19,11 +19,14 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.passes.finish import finished
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.candidates.results import Candidate
@@ -110,6 +113,24 @@ class Request:
         count = self.options.num_microbatches or self.options.update_freq or 1
         times, optimizer = load_times(self.options.hardware), self.options.optimizer_memory
         return Auditor(self.graph, self.config, self.hardware, count, optimizer, times)
+
+    @functools.cached_property
+    def lowered(self) -> Program | PipelineProgram:
+        """The program of the best plan."""
+        return self.auditor.lowered(self.best.plan)
+
+    @functools.cached_property
+    def _emitted(self) -> Program | PipelineProgram:
+        return finished(self.lowered, self.config)
+
+    def step_on(self, hardware: Hardware, config: ComputeConfig | None = None) -> float:
+        """The step of the best plan on another machine, or with another config for which it is
+        lowered alike.
+        """
+        if config is None or config == self.config:
+            return replace(self.auditor, hardware=hardware).step_s(self._emitted)
+        other = replace(self.auditor, hardware=hardware, config=config)
+        return other.step_s(finished(self.lowered, config))
 
     @functools.cached_property
     def placer(self) -> Placer:

@@ -25,7 +25,7 @@ def slowed_by_odd_sizes(request: Request) -> str | None:
     if device.unaligned_efficiency == 1.0:
         return None
     even = replace(request.hardware, device=replace(device, unaligned_efficiency=1.0))
-    even_s = replace(request, hardware=even).auditor(request.best.plan).step_s
+    even_s = request.step_on(even)
     step_s = request.best.step_s
     if even_s > (1 - LEAST_SLOWED) * step_s:
         return None

@@ -32,7 +32,7 @@ class MeshBounds:
         if placed_mesh.bound_s < self._state.best_s():
             self.leave_untried(placed_mesh)
             words = f"there was no time to try it further; {words}"
-        self._result.refused[title_of(placed_mesh)] = words
+        self._result.refused.setdefault(title_of(placed_mesh), words)
 
     def leave_untried(self, placed_mesh: PlacedMesh) -> None:
         """Note a mesh that may have the best plan by its bound: at the end it is raised."""

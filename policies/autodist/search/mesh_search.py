@@ -61,6 +61,8 @@ class MeshSearch:
         self._place = MeshPlacing(state, self.pace, least)
         self.left: deque[PipelineMesh] = deque()
         self.placed: list[PlacedMesh] = []
+        self._inner: list[PlacedMesh] = []  # placed with the pipeline axis further inside
+        self._done = set[PipelineMesh]()  # the placed ones that were tried, or refused
         self._num_first = 0  # of the placed ones, tried before others were placed
         self._varied: list[tuple[int, int, Plan]] = []  # what was tried with more stages
 
@@ -85,10 +87,12 @@ class MeshSearch:
             if not self.state.may_place(where.mesh):
                 continue  # there may be time for one of fewer axes
             placed_mesh = self._place(where)
+            if placed_mesh is not None:
+                self.placed.append(placed_mesh)
+            # After that: an interrupt in between leaves the mesh twice, and not nowhere.
             self.left.remove(where)
             if placed_mesh is None:
                 continue
-            self.placed.append(placed_mesh)
             if placed_mesh.fastest.interrupted:
                 raise KeyboardInterrupt  # the solver has kept what it had; now the search ends, too
             if self.clock.spent() > share:
@@ -156,7 +160,6 @@ class MeshSearch:
         """
         if self.space.pp_place is not None:
             return  # the user has said where it stands
-        inner: list[PlacedMesh] = []
         for placed_mesh in sorted(self.placed, key=lambda placed_mesh: placed_mesh.bound_s):
             number, mesh = placed_mesh.num_positions, placed_mesh.mesh
             for pp_place in inner_places(self.state.hardware, mesh, number):
@@ -168,9 +171,9 @@ class MeshSearch:
                     continue
                 found = self._place(PipelineMesh(number, mesh, pp_place))
                 if found is not None:
-                    inner.append(found)
-        if inner:
-            self._try_all(inner)
+                    self._inner.append(found)
+        if self._inner:
+            self._try_all(self._inner)
 
     def try_more_chunks(self) -> None:
         """Try interleaved 1F1B with more stages on each position than schedules are tried with, for
@@ -210,6 +213,16 @@ class MeshSearch:
                     self.trials.try_all(likely)
                     self.audits.audit_promising(most=1)
 
+    def leave_untried(self) -> None:
+        """Note the meshes that are placed, and that an interrupt has left untried or half tried."""
+        for placed_mesh in (*self.placed, *self._inner):
+            if placed_mesh.where not in self._done:
+                self._refuse(placed_mesh)
+
+    def _refuse(self, placed_mesh: PlacedMesh) -> None:
+        self.bounds.refuse(placed_mesh)
+        self._done.add(placed_mesh.where)
+
     def _try_all(self, placed_meshes: Sequence[PlacedMesh]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they
         give; again while audits leave others that may have it.
@@ -227,6 +240,7 @@ class MeshSearch:
                     hurries = self.pace.hurries()
                     with self.clock.timed(TRIED):
                         self.trials.try_all(placed_mesh)
+                    self._done.add(placed_mesh.where)
                     self.pace.num_tried += 1
                     waiting.remove(placed_mesh)
                     self.pace.num_waiting = sum(
@@ -246,7 +260,7 @@ class MeshSearch:
             if self.result.interrupted is not None and (has_some or self.clock.is_over):
                 break
         for placed_mesh in waiting:
-            self.bounds.refuse(placed_mesh)
+            self._refuse(placed_mesh)
 
     def _likely_s(self, placed_mesh: PlacedMesh) -> float:
         """What a step may take on a mesh, with the most common of schedules, if memory does not

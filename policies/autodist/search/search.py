@@ -37,6 +37,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.lower_bounds import arithmetic_bound_s
 from shardwright.policies.autodist.candidates.mesh_requests import LeastStep, Place
@@ -76,12 +77,13 @@ class Search:
         optimizer: OptimizerMemory = ADAM,
         times: OperatorTimes | None = None,
         clock: Clock | None = None,
+        alarm: Alarm | None = None,
         least: LeastStep | None = None,
     ) -> None:
         self.graph, self.config, self.space = graph, config, space
-        self.clock = clock or Clock()
+        self.clock, self.alarm = clock or Clock(), alarm or Alarm()
         self.state = SearchState(
-            graph, config, hardware, space, place, optimizer, times, self.clock
+            graph, config, hardware, space, place, optimizer, times, self.clock, self.alarm
         )
         self.result = self.state.result
         self.auditor = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
@@ -90,15 +92,16 @@ class Search:
         self.simple_policies = SimplePolicies(self.state, self.audits)
 
     def run(self) -> SearchResult:
-        """Search until done, out of time, or interrupted from the keyboard. An interrupted search
-        answers with what is known by then, or, with nothing known, goes on to the first plan that
-        fits; a second interrupt ends that, too.
+        """Search until done, out of time, or interrupted from the keyboard. When the limit is over
+        the best plan so far is the answer, whatever step is under way, or the first plan that fits.
+        An interrupt ends a search in the same way; a second one ends the making of the answer, too.
 
         Raises:
             KeyboardInterrupt: interrupted with no plan known.
         """
         try:
-            self._search()
+            with self.alarm.may_interrupt():
+                self._search()
         except KeyboardInterrupt:
             self._answer_at_once()
         self._bound()
@@ -179,17 +182,20 @@ class Search:
         self.meshes.bounds.bound_unanswered(self.meshes.trials.made)
         # Raising bounds takes time and may be interrupted; the answer stands.
         try:
-            self.clock.reserve(0.0)  # this is what was kept
-            self.meshes.bounds.bound_untried()
-            raise_bounds(self.state)
-            # What bounds leave of the time is for plans that there was no time to compare with.
-            if self.result.audited and self.result.interrupted != INTERRUPT:
-                before = self.result.best
-                simple_policies.run(placed, left)
-                if self.result.best is not before:
-                    raise_bounds(self.state)
+            with self.alarm.may_interrupt():
+                self.clock.reserve(0.0)  # this is what was kept
+                self.meshes.bounds.bound_untried()
+                raise_bounds(self.state)
+                # What bounds leave of the time is for plans that there was no time to compare with.
+                if self.result.audited and self.result.interrupted != INTERRUPT:
+                    before = self.result.best
+                    simple_policies.run(placed, left)
+                    if self.result.best is not before:
+                        raise_bounds(self.state)
         except KeyboardInterrupt:
-            self.result.interrupted = INTERRUPT
+            self.clock.end()
+            if not self.alarm.has_rung:
+                self.result.interrupted = INTERRUPT
         simple_policies.note(placed, left)
         self.result.num_left = len(left)
         self.result.arithmetic_bound_s = arithmetic_bound_s(
@@ -203,11 +209,16 @@ class Search:
     def _answer_at_once(self) -> None:
         """End with what is known, or the first plan that fits; a second interrupt ends that."""
         self.clock.end()
-        self.result.interrupted = INTERRUPT
-        with contextlib.suppress(KeyboardInterrupt):
-            self.meshes.answer_at_once()
-        if self.result.best is None and not self.result.refused:
-            raise KeyboardInterrupt
+        # After the alarm there is an answer, here or in another search.
+        if self.alarm.has_rung:
+            self.state.end_by_time()
+        else:
+            self.result.interrupted = INTERRUPT
+            with contextlib.suppress(KeyboardInterrupt):
+                self.meshes.answer_at_once()
+            if self.result.best is None and not self.result.refused:
+                raise KeyboardInterrupt
+        self.meshes.leave_untried()
 
     def _has_little_time(self) -> bool:
         """Whether the limit is very short, and a plan of a simple policy may be the answer."""

@@ -20,6 +20,7 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
 from shardwright.policies.autodist.candidates.mesh_requests import (
@@ -97,11 +98,13 @@ class SearchState:
         optimizer: OptimizerMemory,
         times: OperatorTimes | None,
         clock: Clock,
+        alarm: Alarm | None = None,
     ) -> None:
         self.config = with_full_buckets(config, graph.used_parameters)  # as audits have it
         self.graph, self.hardware = graph, hardware
         self.space, self.place = space, place
         self.optimizer, self.times, self.clock = optimizer, times, clock
+        self.alarm = alarm or Alarm()
         self.cutter = Cutter(graph, space)
         self.placements: list[LoweredPlacement] = []
         self._last_lowered: list[LoweredPlacement] = []  # the last one on other ranks

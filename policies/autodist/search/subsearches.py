@@ -27,6 +27,7 @@ from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
     NOT_SEARCHED,
@@ -149,9 +150,11 @@ class Subsearches:
         one: Callable[[Subsearch, float, float], SearchResult],
         time_limit_s: float,
         spent_s: float = 0.0,
+        alarm: Alarm | None = None,
     ) -> SearchResult:
         """Run all of them by ``one``, each in its share of the time that is left, and join what
-        they find. ``spent_s``: how much of the limit is over before.
+        they find. ``spent_s``: how much of the limit is over before. ``alarm``: ends the one under
+        way, and none is begun after that.
 
         Each audits only what is predicted to be about as good as the best so far. One is not begun
         if less time is left than the quickest so far took.
@@ -170,7 +173,8 @@ class Subsearches:
             total.interrupted = _time_over(time_limit_s, len(self.listed))
         quickest_s, begun = 0.0, list[Subsearch]()
         for index, subsearch in enumerate(self.listed):
-            left = time_limit_s - (time.monotonic() - began)
+            has_rung = alarm is not None and alarm.has_rung
+            left = 0.0 if has_rung else time_limit_s - (time.monotonic() - began)
             # Why it was not begun is told with the other refusals.
             if total.interrupted == INTERRUPT:
                 total.refused[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"

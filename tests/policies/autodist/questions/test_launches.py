@@ -77,7 +77,10 @@ def test_it_is_said_of_a_plan_that_launches_bind(
         request = request_of_plan(graph, asked, AutodistOptions(), on, plan)
 
         def step_on(on: Hardware, config: ComputeConfig, request: Request = request) -> float:
-            return replace(request, hardware=on, config=config).auditor(request.best.plan).step_s
+            elsewhere = replace(request, hardware=on, config=config)
+            step_s = request.step_on(on, config)
+            assert step_s == elsewhere.auditor(plan).step_s
+            return step_s
 
         said.append(bound_by_launches(plan, request.best.step_s, on, asked, step_on))
     nothing, told = said

@@ -32,6 +32,7 @@ from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search as autodist_search
 from shardwright.policies.autodist.autodist_policy import settled
+from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import (
@@ -93,9 +94,10 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> SearchRes
         "near": math.inf,
     }
     fields["mixed"] = False
-    clock, least = (
+    clock, least, alarm = (
         space.pop("clock", None) or Clock(space.pop("time_limit_s", math.inf)),
         space.pop("least", None),
+        space.pop("alarm", None),
     )
     return Search(
         graph(),
@@ -104,6 +106,7 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> SearchRes
         SearchSpace(**fields | space),
         place,
         clock=clock,
+        alarm=alarm,
         least=least,
     ).run()
 
@@ -567,8 +570,8 @@ def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
     assert cost is not None
     found = SearchResult()
     state: Any = SimpleNamespace(
-        result=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None,
-        tell=print,
+        result=found, clock=Clock(), alarm=Alarm(), space=SimpleNamespace(memory_bytes=1e6),
+        cutter=None, tell=print,
     )  # fmt: skip
     found.refused["tp=4"], found.needed_bytes["tp=4"] = "it is predicted to need 2 MB", 2e6
     auditor = MagicMock()
@@ -621,6 +624,54 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
     assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
     # Of x=4, x=2 x y=2, pp=2 x x=2 and pp=4 it had placed two.
     assert (found.num_left, everything().num_left) == (2, 0)
+
+
+def test_the_limit_breaks_off_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit, once a plan is known, here or in another search; before that the search goes on to
+    its first one.
+    """
+    audit = Auditor.__call__
+    audited: list[Plan] = []
+
+    def rings(auditor: Auditor, plan: Plan) -> PlanCost:
+        audited.append(plan)
+        if len(audited) == 2:
+            alarm.ring()
+        return audit(auditor, plan)
+
+    monkeypatch.setattr(Auditor, "__call__", rings)
+    alarm = Alarm()
+    found = search(alarm=alarm)
+    assert (len(audited), len(found.audited), found.num_left) == (2, 1, 0)
+    late = search(alarm=Alarm(0.0))
+    assert len(late.audited) == 1 and late.audited[0].plan == found.audited[0].plan
+    alarm = Alarm(0.0)
+    alarm.note_answer()
+    other = search(alarm=alarm)
+    assert not other.audited and not other.refused and len(audited) == 3
+    ended = {each.interrupted for each in (found, late, other)}
+    assert ended == {"the time limit of inf s"} and alarm.has_rung
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_an_interrupt_leaves_untried_is_in_the_bound(by_hand: bool) -> None:
+    """Two meshes are placed when the third one is interrupted. One is tried after Ctrl-C, as there
+    is no plan; none after the alarm, as another search has a plan.
+    """
+    alarm, calls = Alarm(), list[MeshRequest]()
+    alarm.note_answer()
+
+    def interrupted(mesh_request: MeshRequest) -> PlacedModel:
+        calls.append(mesh_request)
+        if len(calls) == 3:
+            if by_hand:
+                raise KeyboardInterrupt
+            alarm.ring()
+        return replace(by_thumb(mesh_request), bound_s=1e-6 * len(calls))
+
+    found = search(interrupted, alarm=alarm)
+    assert found.num_left == 2 and len(found.audited) == by_hand
+    assert found.unanswered == {"x=4": 1e-6, "pp=2 x x=2": 1e-6}
 
 
 def test_an_interrupt_that_the_solver_took_ends_the_search() -> None:

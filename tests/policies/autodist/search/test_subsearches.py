@@ -4,6 +4,7 @@ trained, refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -31,6 +32,7 @@ from shardwright.frontend.sized_inputs import resized
 from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search
+from shardwright.policies.autodist.candidates.alarm import Alarm, TimeIsOver
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
@@ -364,6 +366,20 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         return found
 
     return one
+
+
+def test_no_search_is_begun_after_the_alarm() -> None:
+    alarm = Alarm(0.0)
+
+    def one(*asked: Any) -> SearchResult:
+        with contextlib.suppress(TimeIsOver), alarm.may_interrupt():
+            alarm.note_answer()
+        return cast(SearchResult, found_by({0: 2.0})(*asked))
+
+    found = variants_of(config_of(1, 2)).search(one, 60.0, alarm=alarm)
+    why = "not searched, as 0 s were left, and the quickest search took 0 s"
+    assert found.refused == {f"ZeRO-{stage}": why for stage in (1, 2, 3)}
+    assert found.interrupted == "the time limit of 60 s, which 4 searches share"
 
 
 def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:

@@ -1,36 +1,46 @@
 """The declarations of a generated class: one statement for a tensor, or a function that draws
-random numbers, and one for that of all layers.
+random numbers, and one for that of all layers. A comment tells of parameters that nothing reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from shardwright.compiler.codegen.drawing_calls import RandomFunction
 from shardwright.compiler.codegen.literals import named, range_text, source
-from shardwright.compiler.codegen.text import WIDTH, wrap
+from shardwright.compiler.codegen.text import Line, layout_lines
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.repeated_blocks import container_of
+
+UNREAD = "no statement reads it"
+"""The comment of a parameter that the model has and does not use."""
 
 _METHODS = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Neighbouring declarations of one layer, or of none. Layers that are alike have the same
-    ``statements``.
+    """Neighbouring declarations of one layer, or of none, each with whether it is a parameter that
+    nothing reads. Layers that are alike have the same ``statements``.
     """
 
     container: tuple[str, int] | None
-    declarations: tuple[Declaration | RandomFunction, ...]
+    declarations: tuple[tuple[Declaration | RandomFunction, bool], ...]
 
     @property
-    def statements(self) -> list[str]:
-        return [_statement(declaration, self.container) for declaration in self.declarations]
+    def statements(self) -> list[Line]:
+        return self.written(self.container)
+
+    def written(self, container: tuple[str, int] | None) -> list[Line]:
+        """The statements with the variable ``layer`` for the number of a container, or without."""
+        return [
+            Line(_statement(declaration, container), UNREAD if is_unread else "")
+            for declaration, is_unread in self.declarations
+        ]
 
     def follows(self, earlier: _Layer) -> bool:
         """Whether it is the next layer of the same list, and like ``earlier``."""
@@ -43,14 +53,17 @@ class _Layer:
         ) and self.statements == earlier.statements
 
 
-def declaration_lines(declarations: Iterable[Declaration | RandomFunction]) -> list[str]:
+def declaration_lines(
+    declarations: Iterable[Declaration | RandomFunction], read: Collection[str]
+) -> list[str]:
     """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop
-    over their numbers.
+    over their numbers. ``read``: the names of the values that statements of the file read.
     """
+    known = [(declaration, _is_unread(declaration, read)) for declaration in declarations]
     # Neighbours of one layer together.
     layers = [
         _Layer(key, tuple(group))
-        for key, group in groupby(declarations, lambda d: container_of(_name(d)))
+        for key, group in groupby(known, lambda pair: container_of(_name(pair[0])))
     ]
     lines = []
     # Layers with equal declarations become a loop over their numbers.
@@ -58,17 +71,23 @@ def declaration_lines(declarations: Iterable[Declaration | RandomFunction]) -> l
         first = alike[0]
         # A single layer, or parameters of no layer: written out one by one.
         if len(alike) == 1 or first.container is None:
-            lines += [
-                line
-                for declaration in first.declarations
-                for line in wrap(_statement(declaration, None), WIDTH - 8)
-            ]
+            lines += _placed(first.written(None), 8)
             continue
         lines.append(f"for layer in {range_text(first.container[1], len(alike))}:")
-        lines += [
-            f"    {line}" for statement in first.statements for line in wrap(statement, WIDTH - 12)
-        ]
+        lines += [f"    {line}" for line in _placed(first.statements, 12)]
     return lines
+
+
+def _is_unread(declaration: Declaration | RandomFunction, read: Collection[str]) -> bool:
+    if isinstance(declaration, RandomFunction):
+        return False
+    value = declaration.value
+    return value.kind is ValueKind.PARAMETER and value.name not in read
+
+
+def _placed(lines: list[Line], indent: int) -> list[str]:
+    """The text of statements that stand at a column, from that column on."""
+    return [line[indent:] for line in layout_lines(lines, indent)]
 
 
 def _stretches(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:

@@ -202,7 +202,7 @@ class Writer(BodyWriter):
         declarations = {
             d.value.name: d for program in self._programs() for d in program.declarations
         }
-        return declaration_lines([*declarations.values(), *self._drawing()])
+        return declaration_lines([*declarations.values(), *self._drawing()], self._read())
 
     # ---------------------------------------------------------------------------------------------
     # signature

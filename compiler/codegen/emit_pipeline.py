@@ -299,7 +299,8 @@ class _PipelineWriter(BodyWriter):
 
     def _declarations(self) -> list[str]:
         assert self.pipeline is not None
-        return declaration_lines([*self.pipeline.declarations_of(self.own), *self._drawing()])
+        declarations = self.pipeline.declarations_of(self.own)
+        return declaration_lines([*declarations, *self._drawing()], self._read())
 
 
 def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:

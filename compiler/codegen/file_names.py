@@ -22,6 +22,7 @@ from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
 from shardwright.compiler.ops.render import Source, imports_of, imports_of_literal, names_bound
 from shardwright.compiler.plan.program import Adapt, Program, steps
+from shardwright.compiler.plan.repeated_blocks import reads
 
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",
@@ -40,7 +41,7 @@ RUNTIME_IMPORTS = {
     "start": "from shardwright.runtime.started import start",
     "arrived": "from shardwright.runtime.started import arrived",
 }
-BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
+BUILTINS = {"abs", "bool", "complex", "float", "int", "max", "min", "range", "round", "slice"}
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
 """Names that bodies read, so that no variable may have them."""
 
@@ -67,6 +68,15 @@ class FileNames:
     def _programs(self) -> list[Program]:
         """Every program whose body stands in the file."""
         return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
+
+    def _read(self) -> set[str]:
+        """The names of the values that statements of the file read."""
+        found: set[str] = set()
+        for program in self._programs():
+            found |= {value.name for step in program.instructions for value in reads(step)}
+            found |= {value.name for value in program.results()}
+            found |= {value.name for _, value in program.buffer_updates}
+        return found
 
     def _random_functions(self) -> dict[int, dict[str, RandomFunction]]:
         """What draws random numbers, by the id of a program and the name of what is drawn."""

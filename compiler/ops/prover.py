@@ -16,7 +16,7 @@ that communicate run on one thread per rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -178,6 +178,22 @@ class _Whole:
     sent: list[Tensor]
 
 
+def operands_in(bound: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, in order."""
+    return [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
+
+
+def call_of(opdef: OpDef, bound: Mapping[str, Any], values: Iterable[IRValue]) -> IROp:
+    """A call whose tensors, in the order of :func:`operands_in`, are values of a graph. It has no
+    results yet.
+    """
+    left = iter(values)
+    named = map_leaves(
+        tuple(bound.values()), lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf
+    )
+    return IROp("call", opdef.name, tuple(zip(bound, named, strict=True)), ())
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """One operator call with concrete operands, and what it gives on one device.
@@ -206,9 +222,7 @@ class OperatorCall:
         # call.
         opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
         bound = dict(opdef.bind(bound_args, bound_kwargs))
-        operands = [
-            leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)
-        ]
+        operands = operands_in(bound)
         # In an example call without a word on gradients all that can have one is checked.
         explicit = any(x.requires_grad for x in operands)
         made = []
@@ -218,12 +232,7 @@ class OperatorCall:
             if isinstance(x, nn.Parameter):
                 value = replace(value, kind=ValueKind.PARAMETER, fqn=name)
             made.append(value)
-        values = iter(made)
-        # The values take the places of the tensors, in one order with ``operands``.
-        named = map_leaves(
-            tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf
-        )
-        op = IROp("call", opdef.name, tuple(zip(bound, named, strict=True)), ())
+        op = call_of(opdef, bound, made)
         call = cls(op, OpRule("", (), (), ()), [x.detach() for x in operands], training, seed)
         # Results are known by running the call; rules may depend on their shapes.
         results = call._example_results(operator, args, kwargs)
@@ -269,7 +278,7 @@ class OperatorCall:
                 "the operator fails with these arguments",
                 hint="pass arguments it can be called with",
             ):
-                return _tensors(
+                return tensors_in(
                     function(*copy(args), **{key: copy(value) for key, value in kwargs.items()})
                 )
 
@@ -431,7 +440,7 @@ class OperatorCall:
     def _results(self, source: str, scope: dict[str, Any], inputs: list[Tensor]) -> list[Tensor]:
         densities = self.rule.densities
         if densities is None:
-            return _tensors(eval(source, scope))
+            return tensors_in(eval(source, scope))
         given = dense_rows.stored(inputs, densities[0])
         made = eval(source, {**scope, **{f"x{i}": x for i, x in enumerate(given)}})
         return dense_rows.dense(made if isinstance(made, tuple) else (made,), given, densities)
@@ -499,10 +508,10 @@ def _resolve(
     return (opdef, *normalise(args, kwargs)) if normalise else (opdef, args, kwargs)
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_in(result: Any) -> list[Tensor]:
     """The tensors of a call's result, in order."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, tuple | list):
-        return [tensor for item in result for tensor in _tensors(item)]
+        return [tensor for item in result for tensor in tensors_in(item)]
     return []

@@ -8,26 +8,22 @@ import operator
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.known_loops import KNOWN_LOOPS, LIBRARY, as_operator, known_loop
 from shardwright.compiler.trace.step_loops import MANY_STEPS
 
 
-def known_functions_of(module: torch.nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """``(owner, name, replacement)`` for each known loop in the files that the parts of ``module``
-    come from.
+def known_functions_of(files: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+    """``(owner, name, replacement)`` for each known loop in files of Python, by the names of their
+    modules.
 
-    A model calls such a function by its name in that file, so that is where it is replaced for the
-    time of a trace.
+    A model calls such a function by its name in the file of its class, so that is where it is
+    replaced for the time of a trace.
     """
-    files = {type(part).__module__ for part in module.modules()}
-    # The functions are replaced where modules look them up: in the files of their own classes.
-    for file in sorted(name for name in files if name.startswith(LIBRARY)):
+    for file in sorted(name for name in set(files) if name.startswith(LIBRARY)):
         for path in KNOWN_LOOPS:
             owner_path, _, name = path.rpartition(".")
             owner = sys.modules.get(file)

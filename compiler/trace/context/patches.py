@@ -94,7 +94,8 @@ def patched(
         stack.enter_context(_sizes_spelled())
         stack.enter_context(_sizes_cut())
         stack.enter_context(_values_readable(real_values, questions))
-        for owner, name, function in [*known_functions_of(module), *expert_loops_of(module)]:
+        files = {type(part).__module__ for part in module.modules()}
+        for owner, name, function in [*known_functions_of(files), *expert_loops_of(module)]:
             stack.enter_context(replaced(owner, name, function))
         if (interface := experts_interface()) is not None:
             stack.enter_context(replaced(interface, "get_interface", experts_function))

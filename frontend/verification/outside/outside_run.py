@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from shardwright.frontend.verification.outside.spmd_layouts import (
     shard_axes,
 )
 from shardwright.frontend.verification.outside.typed_calls import TypedCalls
+from shardwright.frontend.verification.outside.typed_functions import known_loops
 from shardwright.frontend.verification.outside.typed_moves import typed_moves
+from shardwright.frontend.verification.outside.unread_weights import unread_weights
 from shardwright.frontend.verification.trained_ranks import Samples, sample_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ShardwrightError
@@ -56,11 +58,15 @@ from shardwright.runtime.structure import flatten, map_leaves
 class TypedRank:
     """What was found of the file of one rank.
 
-    ``num_calls``: the calls of functions that were typed. ``by_rule``: those of our operators and
-    adapters, by name, which follow typing rules of ours. ``told``: those of which ``spmd_types``
-    did not know where cut dims go, by name. ``problem``: what it refused, or nothing. ``stopped``:
-    the error that has ended the run before its types were known, or nothing. ``declarations``: the
-    tensors of its module. ``num_alike``: how many other files have its program.
+    - ``num_calls``: the calls of functions that were typed.
+    - ``by_rule``: those of our operators and adapters, by name, which follow typing rules of ours.
+    - ``told``: those of which ``spmd_types`` did not know where cut dims go, by name.
+    - ``by_function``: those of functions that the model brings along, by name, which follow their
+      annotations.
+    - ``problem``: what was refused, or nothing. ``stopped``: the error that has ended the run
+      before its types were known, or nothing.
+    - ``declarations``: the tensors of its module. ``num_alike``: how many other files have its
+      program.
     """
 
     rank: int
@@ -71,6 +77,7 @@ class TypedRank:
     stopped: str = ""
     declarations: tuple[Declaration, ...] = ()
     num_alike: int = 0
+    by_function: Mapping[str, int] = field(default_factory=dict)
 
 
 MEANING = (
@@ -91,17 +98,26 @@ ONE_WAY = (
 )
 """What is said of files whose statements go by the rank."""
 
+ALL_READ = (
+    "Nothing was typed, as types follow values from where they are read. If a parameter shall have "
+    "no use, write the comment `# no statement reads it` behind its declaration: "
+    "docs/outside-certificate.md"
+)
+"""What is said of files in which nothing reads a parameter."""
+
 
 @dataclass(frozen=True)
 class OutsideReport:
     """What ``spmd_types`` says of a plan's files. ``different``: how files of one stage differ.
-    ``by_rank``: the statements that go by the rank. If there are any of either, it is not asked.
+    ``by_rank``: the statements that go by the rank. ``unread``: the parameters that nothing reads.
+    If there are any of these, it is not asked.
     """
 
     version: str
     ranks: tuple[TypedRank, ...]
     different: tuple[str, ...] = ()
     by_rank: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -112,11 +128,12 @@ class OutsideReport:
     def problems(self) -> tuple[str, ...]:
         """All that was refused."""
         of_types = (rank.problem for rank in self.ranks if rank.problem)
-        return (*self.different, *self.by_rank, *of_types)
+        return (*self.different, *self.by_rank, *self.unread, *of_types)
 
     def __str__(self) -> str:
         lines = [*self.different, ONE_PROGRAM] if self.different else []
         lines += [*self.by_rank, ONE_WAY] if self.by_rank else []
+        lines += [*self.unread, ALL_READ] if self.unread else []
         for one in self.ranks:
             verdict = "refuses" if one.problem else "accepts"
             if one.stopped:
@@ -129,12 +146,19 @@ class OutsideReport:
                 f"{sum(one.by_rule.values())} of adapters and operators of ours"
             )
             if one.told:
-                names = ", ".join(f"{count} {name}" for name, count in sorted(one.told.items()))
-                lines.append(f"  dims taken from the file's comments: {names}")
+                lines.append(f"  dims taken from the file's comments: {_counted(one.told)}")
+            if one.by_function:
+                functions = _counted(one.by_function)
+                lines.append(f"  functions of the model's own, by their annotations: {functions}")
             lines += [f"  {line}" for line in (one.problem or one.stopped).splitlines()]
             if one.problem:
                 lines.append(f"  {MEANING}")
         return "\n".join(lines)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """``2 split, 6 view``."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 PATIENCE_S = 5.0
@@ -158,8 +182,10 @@ def outside_certificate(
     groups = _groups(first, config.plan_ngpus)
     if different := differences(directory, groups):
         return OutsideReport(version("spmd_types"), (), different)
-    if by_rank := _by_rank(directory, groups):
+    if by_rank := _said(goes_by_rank, "go by the rank", directory, groups):
         return OutsideReport(version("spmd_types"), (), by_rank=by_rank)
+    if unread := _said(unread_weights, "leave parameters unread", directory, groups):
+        return OutsideReport(version("spmd_types"), (), unread=unread)
     found: list[TypedRank] = []
     held: dict[str, dict[int, Layout]] = {}
     for rank, *others in groups.values():
@@ -200,13 +226,20 @@ def _apart(cls: type[PipelineModule], typed: TypedRank, held: dict[str, dict[int
     return ""
 
 
-def _by_rank(directory: Path, groups: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """What is said of statements that go by the rank, once for files that have one program."""
+def _said(
+    question: Callable[[str, int], tuple[str, ...]],
+    what: str,
+    directory: Path,
+    groups: Mapping[str, Sequence[int]],
+) -> tuple[str, ...]:
+    """What a question finds in the sources of files, once for those that have one program.
+    ``what``: what such files do, in words.
+    """
     found: list[str] = []
     for rank, *others in groups.values():
-        said = goes_by_rank(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"), rank)
+        said = question(directory.joinpath(code_file(rank)).read_text(encoding="utf-8"), rank)
         if said and others:
-            found.append(f"{code_file(rank)} and {len(others)} more of its program go by the rank")
+            found.append(f"{code_file(rank)} and {len(others)} more of its program {what}")
         found += said
     return tuple(found)
 
@@ -258,7 +291,7 @@ def _typed_rank(
 
     problem = stopped = ""
     try:
-        with _quiet():
+        with _quiet(), known_loops():
             run_ranks(config.runtime_ngpus, run)
     except _Refused as error:
         problem = str(error)
@@ -272,7 +305,8 @@ def _typed_rank(
         only, *_ = module.segments
         declared = tuple(replace(d, stage=only if d.stage is None else d.stage) for d in declared)
     by_rule, told = dict(calls.by_rule), dict(calls.told)
-    return TypedRank(typed, calls.num_calls, by_rule, told, problem, stopped, declared)
+    found = TypedRank(typed, calls.num_calls, by_rule, told, problem, stopped, declared)
+    return replace(found, by_function=dict(calls.by_function))
 
 
 def _asking(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ from shardwright.frontend.verification.outside.spmd_layouts import (
     shard_axes,
     stand_in,
 )
+from shardwright.frontend.verification.outside.typed_functions import (
+    brought_along,
+    typed_function,
+)
 from shardwright.frontend.verification.outside.typed_moves import moved
 from shardwright.runtime import ops
 from shardwright.runtime.layout import Layout, Mesh
@@ -76,6 +80,7 @@ class TypedCalls(TorchFunctionMode):
         self.mesh = TypedMesh(Mesh(), ())
         self.told: Counter[str] = Counter()
         self.by_rule: Counter[str] = Counter()
+        self.by_function: Counter[str] = Counter()
         self.num_calls = 0
         self.has_draw = False
 
@@ -158,6 +163,9 @@ class TypedCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         self.num_calls += 1
+        if (owner := brought_along(func)) is not None:
+            self.by_function[owner.__name__] += 1
+            return self.compared(typed_function(owner, func, args, kwargs))
         if name == "apply" and isinstance(getattr(func, "__self__", None), type):
             self.by_rule[func.__self__.__name__.lstrip("_")] += 1
             tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -229,9 +237,12 @@ class TypedCalls(TorchFunctionMode):
     def made(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new tensor. A rank makes its piece of it where the file says that it is cut."""
         layouts = claim_of(self.claims, self.line(), 1)
-        if not layouts or not layouts[0].cut_axes:
+        # What is drawn like an empty tensor differs between units.
+        has_values = func is not torch.empty
+        if not layouts or (has_values and not layouts[0].cut_axes):
             return func(*args, **kwargs)
-        self.told[func.__name__] += 1
+        if layouts[0].cut_axes:
+            self.told[func.__name__] += 1
         with spmd.no_typecheck():
             result = func(*args, **kwargs)
         spmd.assert_type(result, self.mesh.type_of(layouts[0], of_samples=True))

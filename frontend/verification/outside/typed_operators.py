@@ -299,6 +299,19 @@ def linear(*, input: Typed, weight: Typed, bias: Typed | None = None) -> Typed:
     return product if bias is None else plus(product, bias, f"...{out}", out)
 
 
+@rule("matmul")
+def matmul(*, input: Typed, other: Typed) -> Typed:
+    """A product of matrices or vectors, or of batches of them, whose dims are matched from the
+    last one on.
+    """
+    rows, columns = "x" * (input.ndim > 1), "z" * (other.ndim > 1)
+    batches = [max(x.ndim - 2, 0) for x in (input, other)]
+    lead = LETTERS[: max(batches)]
+    first, second = (lead[len(lead) - count :] for count in batches)
+    equation = f"{first}{rows}y,{second}y{columns}->{lead}{rows}{columns}"
+    return written_einsum(equation=equation, operands=(input, other))
+
+
 @rule("addmm")
 def addmm(
     *, input: Typed, mat1: Typed, mat2: Typed, beta: Any = 1, alpha: Any = 1, **_: Any
@@ -711,6 +724,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "cat": ("tensors", "dim"),
     "linear": ("input", "weight", "bias"),
     "addmm": ("input", "mat1", "mat2"),
+    **dict.fromkeys(("matmul", "__matmul__"), ("input", "other")),
     **dict.fromkeys(CASTS, ("input",)),
     "pad": ("input", "pad", "mode", "value"),
     "mean": ("input", "dim", "keepdim", "dtype"),
@@ -754,6 +768,7 @@ TORCH: dict[Callable[..., Any], Rule] = {
     torch.cat: cat,
     torch.addmm: addmm,
     torch.einsum: written_einsum,
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), matmul),
     **{getattr(F, name): found for name, found in RULES.items() if hasattr(F, name)},
     **{getattr(torch.Tensor, name): cast for name in CASTS},
     **{

@@ -67,10 +67,14 @@ def test_right_files_are_accepted(name: str, policy: str, config: dict[str, Any]
     [
         ("gpt_oss", "tp", {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"ep": 2}}),
         pytest.param("deepseek_v3", "tp", TWO, marks=pytest.mark.slow),
+        pytest.param("phimoe", "data", TWO, marks=pytest.mark.slow),
+        pytest.param("jamba", "tp", TWO, marks=pytest.mark.slow),
     ],
 )
 def test_files_with_experts_are_accepted(name: str, policy: str, config: dict[str, Any]) -> None:
-    """Summands of rows add up, gates take a part of a cut dim, and dims of comments have names."""
+    """Summands of rows add up, gates take a part of a cut dim, dims of comments have names, and
+    functions of the model's own follow their annotations.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = verify_experts(name, policy, config, steps=1, outside=True).outside
@@ -232,10 +236,11 @@ class MLP(nn.Module):
 
 
 class MLPs(nn.Module):
-    """Layers that are alike, which a file has as one method, and a loss."""
+    """Layers that are alike, which a file has as one method, a loss, and a weight without use."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.spare = nn.Parameter(torch.zeros(3))
         self.layers = nn.ModuleList(MLP() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,6 +309,30 @@ def test_an_edit_that_one_rank_runs_is_refused(tmp_path: Path, rank: int) -> Non
         f"  `self.rank == {rank}`: a condition may ask `self.training` and `self.trains` only"
     )
     assert hint == outside_run.ONE_WAY
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "parameter"),
+    [
+        ("block.up.weight, block.up.bias", "block.up.weight", "layers.0.up.bias"),
+        (
+            "= x\n        for layer in range(4)",
+            "= x\n        for layer in range(3)",
+            "layers.3.up.weight",
+        ),
+        ("  # no statement reads it", "", "spare"),
+    ],
+)
+def test_a_parameter_that_nothing_reads_is_refused(
+    tmp_path: Path, before: str, after: str, parameter: str
+) -> None:
+    """The model may have no use for one: then its declaration says so."""
+    report = edited(tmp_path, BOTH, before, after)
+    assert not report.ok and not report.ranks
+    head, place, why, *_ = str(report).splitlines()
+    assert head == "gencode0.py and 1 more of its program leave parameters unread"
+    assert re.match(r"gencode0.py:\d+: self.parameter\(", place)
+    assert why.startswith(f"  no statement reads {parameter}, and no comment says so")
 
 
 OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw different numbers"

@@ -164,7 +164,7 @@ class TypedCalls(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         self.num_calls += 1
         if (owner := brought_along(func)) is not None:
-            self.by_function[owner.__name__] += 1
+            self.by_function[getattr(owner, "__name__", str(owner))] += 1
             return self.compared(typed_function(owner, func, args, kwargs))
         if name == "apply" and isinstance(getattr(func, "__self__", None), type):
             self.by_rule[func.__self__.__name__.lstrip("_")] += 1

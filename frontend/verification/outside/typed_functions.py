@@ -185,7 +185,7 @@ def _check_gradients(operands: Sequence[Tensor]) -> None:
 
 
 def _labels(rule: OpRule) -> Callable[[TensorRefs], str]:
-    """From the dims of an operand or a result its letters in an einsum.
+    """The letters in an einsum of an operand or a result, from its dims.
 
     Dims of the same factors have one letter. A dim has none if its outermost factor must be whole,
     or if a factor of it is also in a dim of other factors: an einsum cannot say where it goes.

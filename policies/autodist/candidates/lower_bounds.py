@@ -15,8 +15,9 @@ of ``R`` runs beside the passes. No plan avoids what is left:
 - On one position gatherings run beside the first of ``m`` forwards and sums beside the last of
   ``m`` backwards, which together take no more than ``W / m``. At most ``min(R, W / m)`` is hidden,
   so that the step takes at least ``m / (m + 1)`` of ``W + R + O``. With ZeRO-2 sums run beside
-  every backward, and ``min(R, W)`` may be hidden: half. In units of one rank ``R`` is the same for
-  all plans, and the step takes at least ``W + O``.
+  every backward, and ``min(R, W)`` may be hidden: half. Where ``R`` is at most ``r`` in all plans,
+  no more than ``r`` is hidden: with the bound ``b`` of ``W + R + O`` the step takes at least
+  ``W + O``, which is at least ``b - r`` (``mesh_placing.most_summed_s``).
 - On a position with several stages the sums and gatherings of one run beside the others' actions.
   The step takes at least ``max(W, R) + O``, half of all.
 - On a position with one stage no sums are hidden: it ends with its last backward. Its parameters

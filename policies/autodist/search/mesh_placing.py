@@ -7,9 +7,14 @@ the bound of the mesh, and memory is said to bind.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
 from shardwright.policies.autodist.candidates.mesh_requests import (
     LeastStep,
     PipelineMesh,
@@ -21,7 +26,8 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.titles import mesh_title
 from shardwright.policies.autodist.search.mesh_pace import MeshPace
 from shardwright.policies.autodist.search.search_state import SearchState
-from shardwright.policies.autodist.stages.walk import Walk
+from shardwright.policies.autodist.stages.walk import Setting
+from shardwright.runtime.layout import Layout, Mesh
 
 BINDS = 1e-3
 """How much of the time of a step the memory must cost at least to be said to bind."""
@@ -80,23 +86,53 @@ class MeshPlacing:
         if share == 1.0:
             return fastest
         bound_s = share * fastest.bound_s
-        # Units of one rank sum and gather the same in all plans, and no more than that is hidden.
-        if self._state.config.plan_ngpus == 1:
-            walk = self._state.lowered(fastest, ranks).walk
-            bound_s = max(bound_s, fastest.bound_s - _sums_s(walk))
+        # No more is hidden than the sums and gatherings that any plan has.
+        if num_positions == 1:
+            setting = self._state.setting(ranks)
+            most_s = most_summed_s(self._state.graph, fastest.plan.mesh, setting)
+            bound_s = max(bound_s, fastest.bound_s - most_s)
         proof = (
             f"{fastest.proof}; what passes may hide of sums and gatherings beside them is taken off"
         )
         return replace(fastest, bound_s=bound_s, proof=proof)
 
 
-def _sums_s(walk: Walk) -> float:
-    """The seconds of all sums and gatherings of a step."""
-    setting = walk.setting
-    return Reduction.of(
-        walk.program.declarations, walk.storage_mesh, setting.config, setting.hardware,
-        setting.optimizer, setting.ranks, num_microbatches=setting.num_microbatches,
-    ).total_s  # fmt: skip
+def most_summed_s(graph: PlannableGraph, mesh: Mesh, setting: Setting) -> float:
+    """The most seconds that all sums and gatherings of a step take, of all plans on a mesh.
+
+    A gradient is summed over the units and some axes of the mesh. Over the same ranks a byte takes
+    the same in all plans, and no piece of a parameter has more bytes than the whole. So each
+    parameter counts whole, with the axes for which that takes longest.
+
+    Infinite where ZeRO-3 cuts over several units what plans may have cut already. Few elements may
+    be left to deal out then, so that a piece is larger than if the whole were dealt out.
+
+    Example: on ``x=2``, in two units, a weight of 8 MB is summed whole over the units, whole over
+    all four ranks, or cut over ``x`` and so 4 MB over the units. The second takes longest.
+    """
+    config = setting.config
+    zero = units_of_storage(config)
+    names = [axis for axis, size in mesh.axes if size > 1]
+    if zero > 1 and names:
+        return math.inf
+    most_s: dict[str, float] = {}
+    for taken in itertools.product((False, True), repeat=len(names)):
+        axes = tuple(itertools.compress(names, taken))
+        whole = []
+        for value in graph.parameters:
+            layout = Layout.whole(value.shape, grad_partial=axes)
+            is_cut = zero > 1 and is_large(value)
+            whole.append(
+                Declaration(value, in_pieces(layout, (), mesh, zero) if is_cut else layout)
+            )
+        found = Reduction.of(
+            whole, mesh.over_units(zero), config, setting.hardware, setting.optimizer,
+            setting.ranks, num_microbatches=setting.num_microbatches,
+        )  # fmt: skip
+        for name, sync in found.parameters.items():
+            seconds = found.num_sums * sync.sum_s + sync.across_s + sync.gather_s
+            most_s[name] = max(most_s.get(name, 0.0), seconds)
+    return sum(most_s.values())
 
 
 def _within_memory(fastest: PlacedModel, least_s: float) -> PlacedModel:

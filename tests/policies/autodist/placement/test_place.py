@@ -46,6 +46,7 @@ from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
+from shardwright.policies.autodist.search.mesh_placing import most_summed_s
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
 from shardwright.policies.autodist.stages.walk import Setting
@@ -350,6 +351,30 @@ def test_no_plan_at_all_is_below_the_bound_with_gathers_ahead(bytes_per_s: float
     assert found.best is not None
     assert found.best.step_s == pytest.approx(best_s, rel=1e-12)
     assert found.bound_s == pytest.approx(hidden.bound_s, rel=1e-12)
+
+
+def test_no_plan_at_all_hides_more_than_the_longest_sums() -> None:
+    """All plans of two weights for two units of two ranks. The best one splits the batch, so that
+    both gradients are summed over all ranks. Of these sums it hides that of the second weight, four
+    fifths, beside the backward of the first. Over the units alone they would take two thirds.
+    """
+    model = nn.Sequential(nn.Linear(4, 64, bias=False), nn.Linear(64, 16, bias=False))
+    graph = planning.graph_of(model, {"input": torch.randn(1024, 4)})
+    hardware = planning.slow_machine(4, bytes_per_s=1e6)
+    hardware = replace(hardware, device=replace(hardware.device, tiles=None, bytes_per_s=1e9))
+    beside = {"use_async_reducer": True, "reducer_bucket_cap_mb": 0.001}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, **beside)
+    wanted = request(graph, mesh_of("2"), hardware, config=config)
+    waited, hidden = placed(wanted), placed(replace(wanted, hides_gathers=True))
+    most_s = most_summed_s(graph, wanted.mesh, Setting(hardware, wanted.config, wanted.ranks))
+    least_s = min(
+        time_of_step(lower(graph, plan), config, hardware, gathers_ahead=False).step_s
+        for plan in every_plan(wanted, waited.formulation)
+    )
+    assert waited.bound_s - most_s < least_s == pytest.approx(waited.bound_s - 4 / 5 * most_s)
+    found = search(graph, config, AutodistOptions(mesh={"x": 2}), hardware)
+    assert found.best is not None and found.bound_s <= found.best.step_s
+    assert found.bound_s == pytest.approx(hidden.bound_s - most_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -395,11 +395,19 @@ def test_where_time_is_short_the_first_plan_that_is_too_large_is_tried_with_the_
 def test_rounds_of_placing_are_no_longer_in_a_search_of_more_than_two_minutes(
     limit_s: float, first_s: float, num_rounds: int
 ) -> None:
-    ends_s = [share * limit_s for share in outer_search.rounds(Clock(limit_s).steady)]
+    ends_s = [share * limit_s for share in outer_search.rounds(Clock(limit_s))]
     assert ends_s[0] == pytest.approx(first_s) and ends_s[-1] == pytest.approx(0.7 * limit_s)
     assert len(ends_s) == num_rounds
     for earlier, later in itertools.pairwise(ends_s):
         assert 0.0 < later - earlier < 2.001 * first_s
+
+
+def test_rounds_of_placing_are_as_long_after_a_long_time_of_trying() -> None:
+    clock, ends_s = Passing(120.0), []
+    for share in outer_search.rounds(clock):
+        ends_s.append(share * 120.0)
+        clock.passed_s = ends_s[-1] + 30.0
+    assert ends_s == pytest.approx([12.0, 66.0, 84.0])
 
 
 @pytest.mark.parametrize(("steady", "num_left"), [(0.2, 0), (1.0, 3)])

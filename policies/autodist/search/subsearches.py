@@ -157,7 +157,8 @@ class Subsearches:
         way, and none is begun after that.
 
         Each audits only what is predicted to be about as good as the best so far. One is not begun
-        if less time is left than the quickest so far took.
+        if less time is left than the quickest so far took. Those that their shares have ended run
+        once more in what all have left, the one with the best plan first.
         """
         # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
@@ -166,44 +167,64 @@ class Subsearches:
                 found.interrupted = _time_over(time_limit_s, 1)
             return found
         began = time.monotonic() - spent_s
-        total = SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf)
+        results: dict[int, SearchResult] = {}  # by place in the list
+        not_begun: dict[str, str] = {}
+
+        def left_s() -> float:
+            has_rung = alarm is not None and alarm.has_rung
+            return 0.0 if has_rung else max(time_limit_s - (time.monotonic() - began), 0.0)
+
+        def best_s() -> float:
+            steps_s = [
+                found.best.compared_s for found in results.values() if found.best is not None
+            ]
+            return min(steps_s, default=math.inf)
+
+        def is_interrupted() -> bool:
+            return any(found.interrupted == INTERRUPT for found in results.values())
+
+        def run(index: int, share_s: float, words: str = "") -> SearchResult:
+            number = f"{index + 1} of {len(self.listed)}, " if len(self.listed) > 1 else ""
+            try:
+                with preceded(f"{number}{self.listed[index].title}{words}: "):
+                    return one(self.listed[index], share_s, best_s())
+            except KeyboardInterrupt:
+                if best_s() == math.inf:
+                    raise
+                return SearchResult(interrupted=INTERRUPT)
+
+        for index, subsearch in enumerate(self.listed):
+            quickest_s = min((found.seconds for found in results.values()), default=0.0)
+            # Why it was not begun is told with the other refusals.
+            if is_interrupted():
+                not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
+            elif left_s() <= quickest_s and best_s() < math.inf:
+                not_begun[subsearch.title] = (
+                    f"{NOT_SEARCHED}, as {left_s():.0f} s were left, and the quickest search took "
+                    f"{quickest_s:.0f} s"
+                )
+            else:
+                # The time that is left is dealt evenly among those that are left.
+                results[index] = run(index, left_s() / (len(self.listed) - index))
+
+        # Most need less than an even share. What they leave is for those that need more.
+        ended = [index for index, found in results.items() if found.interrupted is not None]
+        ended.sort(key=lambda index: _step_s(results[index]))
+        for place, index in enumerate(ended):
+            share_s = left_s() / (len(ended) - place)
+            if not is_interrupted() and share_s > results[index].seconds:
+                results[index] = _once_more(results[index], run(index, share_s, ", once more"))
+
+        total = SearchResult(refused={**self.refused, **not_begun}, arithmetic_bound_s=math.inf)
+        for index, found in results.items():
+            _add(total, found, self.listed[index])
+        begun = [self.listed[index] for index in results]
         # Sizes of a microbatch for which there was no time to trace the model.
         untraced = [t for t, why in self.refused.items() if why.startswith(NOT_SEARCHED)]
-        if untraced:
+        if is_interrupted():
+            total.interrupted = INTERRUPT
+        elif untraced or not_begun or any(found.interrupted for found in results.values()):
             total.interrupted = _time_over(time_limit_s, len(self.listed))
-        quickest_s, begun = 0.0, list[Subsearch]()
-        for index, subsearch in enumerate(self.listed):
-            has_rung = alarm is not None and alarm.has_rung
-            left = 0.0 if has_rung else time_limit_s - (time.monotonic() - began)
-            # Why it was not begun is told with the other refusals.
-            if total.interrupted == INTERRUPT:
-                total.refused[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
-                continue
-            if left <= quickest_s and total.best is not None:
-                total.refused[subsearch.title] = (
-                    f"{NOT_SEARCHED}, as {max(left, 0.0):.0f} s were left, and the quickest search "
-                    f"took {quickest_s:.0f} s"
-                )
-                total.interrupted = _time_over(time_limit_s, len(self.listed))
-                continue
-            best_s = float("inf") if total.best is None else total.best.compared_s
-            try:
-                # The time that is left is dealt evenly among those that are left.
-                share_s = max(left, 0.0) / (len(self.listed) - index)
-                number = f"{index + 1} of {len(self.listed)}, " if len(self.listed) > 1 else ""
-                with preceded(f"{number}{subsearch.title}: "):
-                    found = one(subsearch, share_s, best_s)
-            except KeyboardInterrupt:
-                if total.best is None:
-                    raise
-                found = SearchResult(interrupted=INTERRUPT)
-            _add(total, found, subsearch)
-            if found.interrupted is not None and total.interrupted != INTERRUPT:
-                is_by_hand = found.interrupted == INTERRUPT
-                over = _time_over(time_limit_s, len(self.listed))
-                total.interrupted = INTERRUPT if is_by_hand else over
-            begun.append(subsearch)
-            quickest_s = min(quickest_s or math.inf, found.seconds)
         total.seconds = time.monotonic() - began
         total.searched = _in_words(begun)
         if total.best is not None:
@@ -243,6 +264,25 @@ class Subsearches:
 def _samples(graph_of_batch: tuple[Batch | None, PlannableGraph]) -> int:
     batch, _ = graph_of_batch
     return 0 if batch is None else batch.samples
+
+
+def _step_s(found: SearchResult) -> float:
+    return math.inf if found.best is None else found.best.step_s
+
+
+def _once_more(before: SearchResult, found: SearchResult) -> SearchResult:
+    """What a search has found that has run twice: what the run says that came further, with the
+    plans of both. The second one knew those of the first, and may have audited better ones alone.
+    """
+    has_some = bool(found.tried or found.refused)  # it was not interrupted at once
+    is_further = found.interrupted is None or (has_some and found.num_left <= before.num_left)
+    kept, other = (found, before) if is_further else (before, found)
+    known = [candidate.plan for candidate in kept.audited]
+    kept.audited += [candidate for candidate in other.audited if candidate.plan not in known]
+    kept.audited.sort(key=lambda candidate: candidate.step_s)
+    if found.interrupted == INTERRUPT:
+        kept.interrupted = INTERRUPT
+    return kept
 
 
 def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None:

@@ -461,6 +461,39 @@ def test_the_time_is_shared() -> None:
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
 
+@pytest.mark.parametrize("num_left", [0, 3, 5])
+def test_what_searches_leave_of_their_shares_is_for_those_that_need_more(num_left: int) -> None:
+    """Two searches are ended by their shares, with four meshes left. The one with the better plan
+    runs again first. It finds nothing new and says what it knows of more meshes, unless it comes
+    less far.
+    """
+    given: list[tuple[int | None, float, float]] = []
+
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
+        stage = subsearch.zero_stage
+        is_again = stage in [earlier for earlier, _, _ in given]
+        given.append((stage, time_limit_s, others_s))
+        found = found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 1.5})(subsearch, time_limit_s, others_s)
+        found.seconds, found.num_left = 1.0, num_left if is_again else 4
+        is_ended = stage in (0, 1) and not (is_again and not num_left)
+        found.interrupted = "its share" if is_ended else None
+        if is_again:
+            found.audited, found.refused = [], {"dp=2": "again"}
+        return cast(SearchResult, found)
+
+    found = variants_of(config_of(1, 2)).search(one, 80.0)
+    again = [(stage, others) for stage, _, others in given[4:]]
+    assert again == [(1, 1.0), (0, 1.0)]
+    assert [limit for _, limit, _ in given[4:]] == pytest.approx([40.0, 80.0], rel=0.05)
+    assert [candidate.plan.zero_stage for candidate in found.audited] == [1, 3, 0, 2]
+    assert [title for title, why in found.refused.items() if why == "again"] == (
+        ["dp=2, no ZeRO", "dp=2, ZeRO-1"] if num_left < 4 else []
+    )
+    assert found.num_left == 2 * min(num_left, 4) + 2 * 4
+    over = "the time limit of 80 s, which 4 searches share"
+    assert found.interrupted == (over if num_left else None)
+
+
 def test_a_stage_that_other_settings_rule_out_is_refused_in_words() -> None:
     table = {"overlap_param_sync": True}
     config = ComputeConfig(

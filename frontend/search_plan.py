@@ -270,8 +270,7 @@ class _Tracer:
             is_late = took_s + self.trace_s > TRACING_SHARE * options.time_limit_s
             if size not in self.traced and is_late and self.traced:
                 left_out[f"microbatches of {size}"] = (
-                    f"{NOT_SEARCHED}, as {took_s:.0f} s of the limit were over when other sizes "
-                    "had been traced"
+                    f"{NOT_SEARCHED}, as {took_s:.0f} s had passed when other sizes had been traced"
                 )
                 continue
             if size not in self.traced:

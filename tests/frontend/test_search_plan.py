@@ -75,7 +75,7 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert left_s == 11.0 and alarm.may_interrupt.called and alarm.note_answer.called
     plan = asked.settled(found).plan
     assert plan.batch is not None and plan.batch.samples == 8
-    why = "not searched, as 9 s of the limit were over when other sizes had been traced"
+    why = "not searched, as 9 s had passed when other sizes had been traced"
     assert found.refused == {f"microbatches of {size}": why for size in (4, 2, 1)}
     assert plan.certificate is not None
     assert plan.certificate.covers == (

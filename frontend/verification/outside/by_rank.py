@@ -73,7 +73,9 @@ ROWS_FROM = frozenset({"embedding", "cross_entropy", "nll_loss", "linear_cross_e
 
 TAKE_SIZES = frozenset(
     {
-        *("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "fold"),
+        *("view", "reshape", "expand", "broadcast_to", "repeat", "repeat_interleave", "tile"),
+        *("unflatten", "fold", "unfold", "as_strided", "arange", "eye", "one_hot", "dispatch"),
+        *("combine",),
         *("split", "split_with_sizes", "tensor_split", "chunk", "narrow", "pad", "stacked"),
         *("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full"),
         *("group_norm", "affine_grid", "interpolate", "Cut", "Told"),
@@ -127,6 +129,17 @@ class _Statements:
                 if str(node.module).partition(".")[0] not in OURS:
                     self.brought |= imported
         self.brought -= OURS
+        self.variables = {
+            method: {x.id for x in ast.walk(method) if isinstance(x, ast.Name) and not _is_read(x)}
+            for method in self.methods
+        }
+        # What stands in a class is read through ``self``; its methods may have variables of the
+        # same names.
+        self.of_class = {
+            name.id
+            for name in names
+            if not _is_read(name) and not isinstance(self._scope(name), ast.FunctionDef)
+        }
         self.of_self = {*OF_SELF, *(method.name for method in self.methods)}
         self.of_self |= {name.partition(".")[0] for name in self._declared(nodes)}
 
@@ -169,14 +182,32 @@ class _Statements:
                 return f"`{text}`: a `with` may enter `torch.no_grad()` or `torch.autocast` only"
             case ast.BoolOp() if not self._is_required(node):
                 return f"`{ast.unparse(node)}` computes one operand or the other"
+            case ast.Import() | ast.ImportFrom() if not isinstance(self.parents[node], ast.Module):
+                return f"`{ast.unparse(node)}`: the compiler imports at the top only"
             case ast.Name() if _is_read(node):
                 return self._of_name(node)
             case ast.Attribute():
                 return self._of_attribute(node)
         return ""
 
+    def _scope(self, node: ast.AST) -> ast.AST:
+        """The method that an expression runs in, or what is around all methods. Defaults of a
+        method's arguments run where it is defined.
+        """
+        while node in self.parents:
+            inner, node = node, self.parents[node]
+            if isinstance(node, ast.FunctionDef) and inner in node.body:
+                return node
+        return node
+
     def _of_name(self, node: ast.Name) -> str:
-        if node.id in TELL_THE_RANK or (node.id in self.classes):
+        scope = self._scope(node)
+        if isinstance(scope, ast.FunctionDef):
+            is_of_class = node.id in self.classes - self.variables[scope]
+        else:
+            is_of_class = node.id in self.classes | self.of_class
+        is_hidden = node.id.startswith("__") and node.id not in self.bound
+        if node.id in TELL_THE_RANK or is_of_class or is_hidden:
             return f"`{ast.unparse(self._whole(node))}` tells which rank this is"
         if node.id == "self" and not isinstance(self.parents[node], ast.Attribute):
             return "`self` may be asked for its parts only"

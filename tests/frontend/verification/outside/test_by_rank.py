@@ -57,6 +57,8 @@ def test_what_the_compiler_writes_goes_by_no_rank() -> None:
     [
         # Kinds of statements, and names of Python.
         ("while size: size += 1", "the compiler writes no `while`"),
+        ("import os; y = y * os.getpid()", "`import os`: the compiler imports at the top only"),
+        ("y = y * int(__file__[-4])", "`__file__` tells which rank this is"),
         ("try: y = y + 1\n        finally: pass", "the compiler writes no `try`"),
         ("y = (lambda z: z)(y)", "the compiler writes no `lambda`"),
         ('y = y * getattr(self, "rank")', "the compiler writes no `getattr`"),
@@ -97,3 +99,21 @@ def test_statements_that_go_by_the_rank(statement: str, why: str) -> None:
     line = FILE.splitlines().index("        y = left") + 2
     assert place.startswith(f"gencode1.py:{line}: {statement.split(chr(10))[0]}")
     assert reason == f"  {why}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (
+            "    def forward(self, x):",
+            "    def forward(self, x, n=rank):",
+            "`rank` tells which rank",
+        ),
+        ("    rank = 1\n", "    rank = 1\n    own = (rank,)\n", "`rank` tells which rank this is"),
+        ("class Net(", "class mean(", ""),  # a variable has the name of the class
+    ],
+)
+def test_what_stands_outside_of_methods_goes_by_no_rank(before: str, after: str, why: str) -> None:
+    assert FILE.count(before) == 1
+    said = goes_by_rank(FILE.replace(before, after), 1)
+    assert len(said) == bool(why) and why in "".join(said)

@@ -42,6 +42,11 @@ EXTENSION, MAX_EXTENSIONS = 4.0, 5
 all where anything fits.
 """
 
+LEANEST_GAP = 5e-3
+"""How near to its bound a placement need be that uses least memory: whether that fits is what
+matters. Of many choices that use as little, the fastest is not told apart in any time.
+"""
+
 TABLES = (
     "; what cutting values that every rank makes (rotary tables, masks) may save at most is taken "
     "off"
@@ -142,7 +147,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     smallest, measured_s = False, 0.0
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
-        solution = _solved(problem, left, request.target_gap)
+        gap = max(request.target_gap, LEANEST_GAP) if smallest else request.target_gap
+        solution = _solved(problem, left, gap)
         # Nothing satisfies the row as it is now.
         if isinstance(solution, Infeasible):
             least = solution.least_usage

@@ -84,8 +84,7 @@ class LossPieces:
         return [leanest, *(item for item in found[:MOST] if item is not leanest)]
 
     def _try(self, candidate: Candidate, cost: PlanCost) -> None:
-        """Audit the plan in more and more pieces, until it fits or needs no less."""
-        needed = cost.peak_bytes
+        """Audit the plan in more and more pieces, until it fits, or no number of pieces does."""
         for count in COUNTS:
             try:
                 options = PieceOptions(loss_pieces=count)
@@ -104,10 +103,10 @@ class LossPieces:
             found = self.audits.audit(made)
             if found is None or found.peak_bytes <= self.state.space.memory_bytes:
                 return
-            # Logits are no longer what the peak is made of: more pieces would only take time.
-            if found.peak_bytes >= needed:
+            # All but a part of ``1 / count`` of what pieces may save is saved now.
+            saved_bytes = cost.peak_bytes - found.peak_bytes
+            if cost.peak_bytes - saved_bytes * count / (count - 1) > self.state.space.memory_bytes:
                 return
-            needed = found.peak_bytes
 
 
 def most_saved_bytes(graph: IRGraph) -> float:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -102,3 +103,30 @@ def test_where_nothing_fits_what_needs_least_is_tried_first_also_in_overtime(
     assert sorted(cast(list[float], tried.tried)) == (
         [] if has_plan and is_late else [1, 2, 3, 4, 5, 6]
     )
+
+
+@pytest.mark.parametrize(("rest", "counts"), [(75.0, [4, 16]), (79.9, [4, 16, 64]), (81.0, [4])])
+def test_more_pieces_are_tried_while_some_number_may_fit(
+    rest: float, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan needs 30 bytes for its logits, and ``rest`` beside them, of 80 that there are."""
+    tried: list[int] = []
+
+    def audit(candidate: Any) -> Any:
+        tried.append(candidate.plan.count)
+        return SimpleNamespace(peak_bytes=rest + 30.0 / tried[-1])
+
+    @dataclass(frozen=True)
+    class Plan:
+        count: int = 1
+        notes: tuple[Any, ...] = ()
+
+    monkeypatch.setattr(
+        loss_pieces, "in_pieces", lambda graph, plan, options, *rest: Plan(options.loss_pieces)
+    )
+    monkeypatch.setattr(loss_pieces, "_note", lambda *args: [])
+    state = SimpleNamespace(space=SimpleNamespace(memory_bytes=80.0), graph=None, config=None)
+    found = LossPieces(cast(Any, state), cast(Any, SimpleNamespace(audit=audit)))
+    candidate = Candidate("x=2", cast(Any, Plan()), 1.0, ())
+    found._try(candidate, cast(Any, SimpleNamespace(peak_bytes=rest + 30.0)))
+    assert tried == counts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,13 +255,13 @@ def verify(
             compared_with = "its program on one rank, as the model draws random numbers"
             # Fast random numbers depend on how a plan cuts; these are the same under every plan.
             config = replace(config, rng="plan_independent")
-            compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+            compiled = _compiled_again(folder / "plan", model, dummy_args, policy, config)
             single = replace(
                 config, plan_ngpus=1, runtime_ngpus=units, rank_order=None, pas_config={}
             )
 
             def program_alone(model: nn.Module, samples: Samples) -> Reference:
-                directory = compile_into(folder / "reference", model, dummy_args, "dp", single)
+                directory = _compiled_again(folder / "reference", model, dummy_args, "dp", single)
                 # On the same device, whose generator draws numbers of its own.
                 return train_plan(
                     directory, single, samples, steps, optimizer, model.training, None, device
@@ -373,6 +374,13 @@ def compile_into(
     )
     (directory,) = {path.parent for path in folder.rglob("manifest.json")}
     return directory
+
+
+def _compiled_again(*args: Any) -> Path:
+    """Compile what was compiled before, without saying the same warnings once more."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile_into(*args)
 
 
 def samples_per_step(directory: Path, config: ComputeConfig) -> int:

@@ -1,5 +1,5 @@
-"""What a generated file states of its statements, by line: layouts in comments, and what nobody
-reads.
+"""What a generated file states of its statements, by line: layouts in comments, and which values
+have no effect.
 
     up = F.linear(x_tp_in, self.up.weight)  # [batch, hidden/tp]  my_project.py:9
 
@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwright.frontend.verification.outside.effects import effective
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Layout
 
@@ -86,24 +87,20 @@ def transitions_of(source: str) -> dict[int, Transition]:
 
 
 def unread(source: str) -> dict[int, str]:
-    """The names that nothing reads, by the number of all lines of the statements that make them. Of
-    several results of a statement one that is read is enough.
+    """The variables that no result depends on, by the number of all lines of the statements that
+    make them. Of several results of a statement one that is read is enough.
     """
     found: dict[int, str] = {}
-    methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    for method in methods:
-        names = [node for node in ast.walk(method) if isinstance(node, ast.Name)]
-        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for method in (node for cls in classes for node in cls.body):
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        kept = effective(method)
         for node in ast.walk(method):
-            if not isinstance(node, ast.Assign):
-                continue
-            parts = [part for target in node.targets for part in ast.walk(target)]
-            made = [part.id for part in parts if isinstance(part, ast.Name)]
-            # What is written into an object or a tensor is read elsewhere.
-            only_names = all(isinstance(x, ast.Name | ast.Tuple | ast.expr_context) for x in parts)
-            if made and only_names and not read.intersection(made):
+            if isinstance(node, ast.Assign) and node not in kept:
+                names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                found |= dict.fromkeys(lines, made[0])
+                found |= dict.fromkeys(lines, next(names))
     return found
 
 

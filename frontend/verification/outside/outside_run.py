@@ -31,6 +31,7 @@ from shardwright.frontend.verification.outside.claims import received_by
 from shardwright.frontend.verification.outside.one_program import differences
 from shardwright.frontend.verification.outside.spmd_layouts import (
     TypedMesh,
+    in_our_words,
     in_words,
     local_types,
     shard_axes,
@@ -94,9 +95,13 @@ ONE_PROGRAM = (
 
 ONE_WAY = (
     "Nothing was typed, as the types of one rank stand for those of all that run the same stage. "
-    "So no statement may go by the rank, but through a call: docs/outside-certificate.md"
+    "A file may hold what the compiler writes. Of anything else nobody knows whether it does the "
+    "same on each rank: docs/outside-certificate.md"
 )
 """What is said of files whose statements go by the rank."""
+
+OTHER_THINGS = "have statements that may do other things on other ranks"
+"""The heading above these statements."""
 
 ALL_READ = (
     "Nothing was typed, as types follow values from where they are read. If a parameter shall have "
@@ -182,7 +187,7 @@ def outside_certificate(
     groups = _groups(first, config.plan_ngpus)
     if different := differences(directory, groups):
         return OutsideReport(version("spmd_types"), (), different)
-    if by_rank := _said(goes_by_rank, "go by the rank", directory, groups):
+    if by_rank := _said(goes_by_rank, OTHER_THINGS, directory, groups):
         return OutsideReport(version("spmd_types"), (), by_rank=by_rank)
     if unread := _said(unread_weights, "leave parameters unread", directory, groups):
         return OutsideReport(version("spmd_types"), (), unread=unread)
@@ -410,11 +415,8 @@ class _TypedRun:
             try:
                 yield
             except SpmdTypeError as error:
-                raise _Refused(self._where(error)) from error
-
-    def _where(self, error: SpmdTypeError) -> str:
-        text = error.args[0].split("\n\nSet SPMD")[0]
-        return "\n".join([*_statement(error, {self.file}), text])
+                text = in_our_words(error, mesh)
+                raise _Refused("\n".join([*_statement(error, {self.file}), text])) from error
 
     def _type_tensors(self, mesh: TypedMesh) -> None:
         for declaration in self.module.declarations:

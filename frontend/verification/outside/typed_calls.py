@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -22,12 +22,14 @@ from shardwright.frontend.verification.outside.claims import (
     transitions_of,
     unread,
 )
+from shardwright.frontend.verification.outside.piece_sizes import axes_of, known_sizes
 from shardwright.frontend.verification.outside.process_draws import ProcessDraws
 from shardwright.frontend.verification.outside.spmd_layouts import (
     LETTERS,
     Typed,
     TypedMesh,
     in_words,
+    listed,
     local_types,
     needs_gradient,
     shard_axes,
@@ -88,7 +90,7 @@ class TypedCalls(TorchFunctionMode):
     def on(self, mesh: TypedMesh) -> Iterator[None]:
         """Calls of this thread are seen inside the ``with`` block, on a mesh."""
         self.mesh = mesh
-        with self:
+        with self, known_sizes(self.file):
             yield
 
     def wrap(self, namespace: ModuleType, module: Any) -> None:
@@ -138,7 +140,10 @@ class TypedCalls(TorchFunctionMode):
         cut = [{axis for axes in shard_axes(x) for axis in axes} for x in tensors]
         stated = set(self.mesh.ordered(layouts[0].cut_axes)) if layouts else set()
         if any(axes - set(self.mesh.outer) != stated for axes in cut):
-            raise SpmdTypeError(f"elements that are cut over {cut} are stacked over {stated}")
+            found = " and ".join(map(listed, cut))
+            raise SpmdTypeError(
+                f"elements that are cut over {found} are stacked over {listed(stated)}"
+            )
         spmd.assert_type(result, local_types(tensors[0]))
         spmd.assert_type(
             result, local_types(tensors[0]), self.mesh.type_of(layouts[0]).partition_spec
@@ -174,6 +179,7 @@ class TypedCalls(TorchFunctionMode):
             result = self.typed(name, func, args, kwargs)
         if draws.found and not self.has_draw:
             self.check_drawn(name, result)
+        self.check_sized(name, axes_of([*args, kwargs]), result)
         return result
 
     def of_adapter(self, result: Any) -> Any:
@@ -215,6 +221,19 @@ class TypedCalls(TorchFunctionMode):
             return self.compared(result)
         except SpmdTypeError as error:
             return self.told_dims(name, func, args, kwargs, error)
+
+    def check_sized(self, name: str, axes: Collection[str], result: Any) -> None:
+        """Refuse what is made with the size of a piece, and is whole on each rank."""
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(x, Tensor) or not spmd.has_local_type(x):
+                continue
+            cut = {axis for axes in shard_axes(x) for axis in axes}
+            if whole := {*self.mesh.ordered(axes)} - cut:
+                raise SpmdTypeError(
+                    f"{name} is told the size of a piece over {listed(whole)}, and makes "
+                    f"{in_words(x)}, which is no such piece: it may be longer on one rank than on "
+                    "another"
+                )
 
     def check_drawn(self, name: str, result: Any) -> None:
         """Refuse random numbers of this process for what other ranks hold, too."""
@@ -309,7 +328,7 @@ class TypedCalls(TorchFunctionMode):
                 self.compare(x, layout)
         name = self.unread.get(self.line())
         if name and any(isinstance(x, Tensor) and needs_gradient(x) for x in tensors):
-            raise SpmdTypeError(f"{name} is computed and has no effect: nothing reads it")
+            raise SpmdTypeError(f"{name} is computed and has no effect: no result depends on it")
         return result
 
     def compare(self, x: Tensor, layout: Layout) -> None:
@@ -327,7 +346,7 @@ class TypedCalls(TorchFunctionMode):
                 wrong.append(axis)
         if not same_dims or wrong:
             raise SpmdTypeError(
-                f"{self.file}:{self.line()} states {layout}, and spmd_types derives {in_words(x)}"
+                f"the comment states {layout}, and spmd_types derives {in_words(x)}"
             )
 
     def line(self) -> int:

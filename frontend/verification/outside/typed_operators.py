@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwright.frontend.verification.outside.spmd_layouts import (
     Typed,
+    listed,
     local_types,
     needs_gradient,
     shard_axes,
@@ -90,7 +91,7 @@ def check_whole(
     cut = shard_axes(x)
     wrong = {axis for dim in dims for axis in cut[dim]} - named(besides)
     if wrong:
-        raise SpmdTypeError(f"{what} is cut over {sorted(wrong)}, where the call needs the whole")
+        raise SpmdTypeError(f"{what} is cut over {listed(wrong)}, where the call needs the whole")
 
 
 def dims_of(x: Typed, dim: Any) -> list[int]:
@@ -127,7 +128,7 @@ def check_cut(x: Typed, dims: Iterable[int], axes: Iterable[AxisGroup], what: st
     cut = shard_axes(x)
     whole = named(axes) - {axis for dim in dims for axis in cut[dim]}
     if whole:
-        raise SpmdTypeError(f"{what} is whole over {sorted(whole)}, where the call has pieces")
+        raise SpmdTypeError(f"{what} is whole over {listed(whole)}, where the call has pieces")
 
 
 def check_drawn(x: Typed, draw: Draw | None, num_dims: int | None = None) -> None:
@@ -141,8 +142,8 @@ def check_drawn(x: Typed, draw: Draw | None, num_dims: int | None = None) -> Non
     cut = {axis for axes in shard_axes(x)[:num_dims] for axis in axes}
     if drawn != cut:
         raise SpmdTypeError(
-            f"random numbers differ over {sorted(drawn)}, and what they are drawn for is cut over "
-            f"{sorted(cut)}"
+            f"random numbers differ over {listed(drawn)}, and what they are drawn for is cut over "
+            f"{listed(cut)}"
         )
 
 
@@ -484,13 +485,14 @@ def with_mask(x: Typed, mask: Typed) -> Typed:
         whole = isinstance(mask, Tensor) and mask.shape[-back] == 1
         if not whole and cut[-back] != shard_axes(x)[-back]:
             raise SpmdTypeError(
-                f"a mask is cut over {cut[-back]} where its queries are over {shard_axes(x)[-back]}"
+                f"a mask is cut over {listed(cut[-back])}, and its queries over "
+                f"{listed(shard_axes(x)[-back])}"
             )
     if needs_gradient(mask):
         # A bias that is trained is G wherever it is not cut.
         for axis, letter in local_types(mask).items():
             if letter is I and local_types(x)[axis] is V:
-                raise SpmdTypeError(f"a mask that is trained is I over {axis}")
+                raise SpmdTypeError(f"a mask that is trained is R over {axis}")
     return x
 
 
@@ -667,7 +669,8 @@ def grouped_linear(
     for x in agreed(weight, bias):
         if set(shard_axes(x)[0]) != experts:
             raise SpmdTypeError(
-                f"matrices are cut over {shard_axes(x)[0]}, their experts over {sorted(experts)}"
+                f"matrices are cut over {listed(shard_axes(x)[0])}, and their experts over "
+                f"{listed(experts)}"
             )
         letters = {a: R if a in experts else letter for a, letter in local_types(x).items()}
         own.append(stand_in(letters, [(), *shard_axes(x)[1:]]))
@@ -682,7 +685,7 @@ def combine(*, rows: Typed, routing: Any, exchange: Sequence[AxisGroup] = ()) ->
     experts, exchanged = ROUTINGS.of(routing)
     if named(exchange) != exchanged:
         raise SpmdTypeError(
-            f"rows go back over {sorted(named(exchange))}, and came over {sorted(exchanged)}"
+            f"rows go back over {listed(named(exchange))}, and came over {listed(exchanged)}"
         )
     found = einsum("r...->r...", rows, linear_in=(0,))
     for axis in experts - exchanged:

@@ -4,6 +4,9 @@ Types follow values from where they are read. An edit that drops a weight leaves
 
     norm = F.layer_norm(x, (32,), None, self.norm.bias)
 
+So does one that gives a weight another name, which nothing reads: ``w = self.norm.weight``. What
+counts are statements with an effect (:mod:`.effects`).
+
 A model may have parameters that it does not use. The compiler says so where it declares them:
 
     self.parameter("spare.weight", "[3, 3]", torch.float32)  # no statement reads it
@@ -15,14 +18,19 @@ a method runs for several.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 
 from shardwright.compiler.codegen.declare import UNREAD
+from shardwright.frontend.verification.outside.effects import effective, reads_of
 from shardwright.frontend.verification.outside.one_program import text_of
 from shardwright.runtime.manifest import code_file
+
+_CALLED = re.compile(r"forward|stage\d+(_eval)?|output(_eval)?")
+"""The methods that the runtime calls."""
 
 
 def unread_weights(source: str, rank: int) -> tuple[str, ...]:
@@ -63,7 +71,7 @@ class _File:
             call = statement.value
             frozen = any(ast.unparse(word) == "requires_grad=False" for word in call.keywords)
             if ast.unparse(call.func) == "self.parameter" and not frozen:
-                yield self._numbered(_text(call.args[0]), statement), statement
+                yield self._numbered(declared_name(call.args[0]), statement), statement
 
     def comment_of(self, statement: ast.stmt) -> str:
         """The comment behind a statement, or the one above it."""
@@ -75,24 +83,39 @@ class _File:
 
     @cached_property
     def read(self) -> set[str]:
-        """The weights that statements read, and the modules on the way to them."""
+        """The weights that statements with an effect read, and the modules on the way to them."""
         found: set[str] = set()
         blocks: dict[str, set[str]] = defaultdict(set)  # by method, what it gets as ``block``
         inside: dict[str, set[str]] = defaultdict(set)  # by method, what it reads of ``block``
-        for name, method in self.methods.items():
-            if name == "declare":
-                continue
-            for node in ast.walk(method):
-                path = _path_of(node)
+        for name, nodes in self._run().items():
+            for node in nodes:
+                path = path_of(node)
                 if path.startswith("block."):
                     inside[name].add(path.removeprefix("block."))
                 elif path:
                     found |= set(self._numbered(path, node))
                 if isinstance(node, ast.Call):
                     for function, block in pairwise([node.func, *node.args]):
-                        blocks[_path_of(function)] |= set(self._numbered(_path_of(block), node))
+                        blocks[path_of(function)] |= set(self._numbered(path_of(block), node))
         for called, paths in inside.items():
             found |= {f"{block}.{path}" for block in blocks[called] for path in paths}
+        return found
+
+    def _run(self) -> dict[str, list[ast.AST]]:
+        """What the statements with an effect read, by method that is called."""
+        found: dict[str, list[ast.AST]] = {}
+        called = [name for name in self.methods if _CALLED.fullmatch(name)]
+        while called:
+            name = called.pop()
+            statements = effective(self.methods[name])
+            found[name] = [
+                node
+                for statement in statements
+                for part in reads_of(statement)
+                for node in ast.walk(part)
+            ]
+            asked = {node.attr for node in found[name] if isinstance(node, ast.Attribute)}
+            called += (asked & self.methods.keys()) - found.keys() - {*called}
         return found
 
     def _numbered(self, path: str, node: ast.AST) -> list[str]:
@@ -102,7 +125,7 @@ class _File:
         return [path.replace("{layer}", str(number)) for number in self.layers.get(node, ())]
 
 
-def _path_of(node: ast.AST) -> str:
+def path_of(node: ast.AST) -> str:
     """The path of a module or weight below ``self``, or of one below ``block`` with that in front.
     Nothing for other expressions.
 
@@ -123,11 +146,11 @@ def _path_of(node: ast.AST) -> str:
             return ""
     if isinstance(value, ast.Name):
         return {"self": part, "block": f"block.{part}"}.get(value.id, "")
-    front = _path_of(value)
+    front = path_of(value)
     return f"{front}.{part}" if front else ""
 
 
-def _text(name: ast.expr) -> str:
+def declared_name(name: ast.expr) -> str:
     """The name in a declaration: ``"up.weight"``, or ``f"h.{layer}.up.weight"``."""
     if isinstance(name, ast.JoinedStr):
         parts = (x.value if isinstance(x, ast.Constant) else "{layer}" for x in name.values)

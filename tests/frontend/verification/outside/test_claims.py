@@ -17,11 +17,27 @@ class Net(ParallelModule):
         )
         self.steps = lost_too = second + 1
         third, fourth = torch.chunk(up, 2)
+        fifth = third + 1
+        up = up * 2 if self.training else up
+        steps = []
+        kept = second
+        for layer in range(2):
+            steps.append(kept)
+            kept = self.norms_block(self.norms[layer], kept)
+        again = again_too = up
 
         def again(y):
-            return y * second
+            inner = y + 1
+            return y * second * sum(steps)
 
-        return again(up)
+        def other(y):
+            return y
+
+        if self.training:
+            return again(up)
+        up = again(up)
+        up = second
+        return up
 """
 
 
@@ -31,6 +47,9 @@ def test_transitions_of_adapters() -> None:
                                       8: gathered}  # fmt: skip
 
 
-def test_values_that_nothing_reads() -> None:
-    """One of several results is enough, and inner functions read, too."""
-    assert unread(SOURCE) == {11: "lost", 12: "lost", 13: "lost", 15: "third"}
+def test_values_without_effect() -> None:
+    """One of several results is enough, and inner functions read, too. A value has none if what
+    reads it has none, or if its variable gets another one before.
+    """
+    lost = {11: "lost", 12: "lost", 13: "lost", 15: "third", 16: "fifth", 23: "again"}
+    assert unread(SOURCE) == {**lost, 26: "inner", 34: "up"}

@@ -48,8 +48,8 @@ class CallRecorder:
     def __init__(self, recorder: Recorder, literals: Literals, repeated: RepeatedCalls) -> None:
         self._recorder, self._literals, self._repeated = recorder, literals, repeated
         self._depth = 0  # calls being executed, one inside the other
-        # Operators of which all names in torch mean what torch calls so.
-        self._unreplaced: set[str] = set()
+        # Operators, and functions that are none, whose names in torch all mean what torch calls so.
+        self._unreplaced: set[Any] = set()
 
     @property
     def is_running(self) -> bool:
@@ -116,7 +116,7 @@ class CallRecorder:
             if len(args[0]) == 1:
                 recorder.bind(results[0], Variable(recorder.value(args[0][0])))
                 return out
-        out, results = _distinct(out, results, inputs)
+        out, results = self._distinct(out, results, inputs)
         if not inputs:
             kwargs = on_rank_device(func, kwargs, results[0].dtype)
         if name == "__getitem__":
@@ -138,15 +138,16 @@ class CallRecorder:
         torch gives its function modes the function that stands there, while that one runs and has
         called torch's own. Recorded, it would run twice. And files call operators by these names.
         """
+        known = operator or func
+        if known in self._unreplaced:
+            return
         if operator is not None:
-            if operator in self._unreplaced:
-                return
-            self._unreplaced.add(operator)
             names = registry.NAMES.get(operator, [])
         else:
             name = originals.name_of(func)
             names = [name] if name else []
         if (replaced := originals.replacement(names)) is None:
+            self._unreplaced.add(known)
             return
         title, function = replaced
         own = getattr(function, "__name__", type(function).__name__)
@@ -209,17 +210,16 @@ class CallRecorder:
         finally:
             self._depth -= 1
 
-
-def _distinct(
-    out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]
-) -> tuple[Any, list[torch.Tensor]]:
-    """The result as an object of its own where a call gave its argument back (``contiguous``,
-    dropout in eval mode).
-    """
-    if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in inputs):
-        return out, results
-    # Also under no_grad: the alias of a tensor with a gradient must have one, or it would be
-    # another value to autograd than the argument is.
-    with torch.set_grad_enabled(True):
-        out = torch.ops.aten.alias(out)
-    return out, [out]
+    def _distinct(
+        self, out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The result as an object of its own where a call gave its argument back (``contiguous``,
+        dropout in eval mode).
+        """
+        if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in inputs):
+            return out, results
+        # Also under no_grad: the alias of a tensor with a gradient must have one, or it would be
+        # another value to autograd than the argument is.
+        with torch.set_grad_enabled(True):
+            out = self._repeated.alias(out)
+        return out, [out]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.trace.calls.repeated_calls import Known
 from shardwright.compiler.trace.calls.view_writes import ParameterChanged
 from shardwright.compiler.trace.checks import (
     check_hooks,
@@ -56,6 +57,7 @@ def trace(
     known = known_inputs(arguments, constants or {})
 
     said: set[Said] = set()
+    calls: Known = {}
 
     # One trace in a mode, and again where the library looks at values.
     def once(training: bool) -> Traced:
@@ -69,6 +71,7 @@ def trace(
                 training=training,
                 questions=questions,
                 dummies=dummies,
+                calls=calls,
             )
 
         return as_eager(run, said)

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.trace.calls.repeated_calls import RepeatedCalls
+from shardwright.compiler.trace.calls.repeated_calls import Known, RepeatedCalls
 from shardwright.compiler.trace.calls.time_loops import warn_of_unrolled
 from shardwright.compiler.trace.context.autocast_regions import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.context.fakes import (
@@ -69,15 +69,17 @@ def run_once(
     training: bool,
     questions: Questions,
     dummies: Mapping[str, torch.Tensor],
+    calls: Known,
 ) -> Traced:
     """Trace ``module`` in training or eval mode; the module is left as it was.
 
     ``known``: inputs whose values it may read. ``dummies``: values that stand for those of some
     dummy arguments, by the names of the inputs, where ``questions`` lets forward look at them.
+    ``calls``: what calls gave in other runs on these arguments; it grows.
     """
     with unchanged(module), caches_without_fakes():
         module.train(training)
-        run = _Run(module, arguments, dynamic_dims, known, name, questions)
+        run = _Run(module, arguments, dynamic_dims, known, name, questions, calls)
         try:
             return run.trace(dummies)
         finally:
@@ -100,9 +102,10 @@ class _Run:
         known: Mapping[str, KnownInput],
         name: str,
         questions: Questions,
+        calls: Known,
     ) -> None:
         self.module, self.arguments, self.known, self.name = module, arguments, known, name
-        self.questions = questions
+        self.questions, self.calls = questions, calls
         self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
         self.running = RunningModules(module)
         self.recorder = Recorder(self.running, self.dynamic)
@@ -210,7 +213,7 @@ class _Run:
     # forward
 
     def _run_forward(self, arguments: dict[str, Any]) -> Any:
-        repeated = RepeatedCalls(self.mode)
+        repeated = RepeatedCalls(self.mode, self.calls)
         tracer = Tracer(self.recorder, self.constants, self.questions, repeated)
 
         def note_training() -> None:

@@ -37,7 +37,9 @@ from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
 from shardwright.compiler.trace.context.fakes import TraceMode, new_fake
 
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_IN_PYTHON = frozenset({dispatch, grouped_linear, combine, F.silu})
+_IN_PYTHON = frozenset(
+    {dispatch, grouped_linear, combine, F.silu, F.layer_norm, F.rms_norm, F.dropout}
+)
 """Functions in Python that depend on their arguments alone. Of torch's own many warn, at the line
 that calls them.
 """
@@ -83,12 +85,17 @@ class _NotPlain(Exception):
     """An argument decides by more than what keys hold."""
 
 
-class RepeatedCalls:
-    """The calls of one trace, and what they gave."""
+Known = dict[Hashable, _Results | int]
+"""What calls gave, by their keys: new tensors, or the argument of that number as it was."""
 
-    def __init__(self, mode: TraceMode) -> None:
-        self._mode = mode
-        self._known: dict[Hashable, _Results | None] = {}
+
+class RepeatedCalls:
+    """The calls of one run of ``forward``, and what they gave. ``known``: what calls gave in other
+    runs, to which this one adds.
+    """
+
+    def __init__(self, mode: TraceMode, known: Known) -> None:
+        self._mode, self._known = mode, known
         # Results of calls with gradients follow from it. Their own history is never walked.
         self._leaf = torch.zeros((), requires_grad=True)
 
@@ -129,7 +136,19 @@ class RepeatedCalls:
     def results(self, key: Hashable, inputs: Sequence[torch.Tensor]) -> Any:
         """New results of a call that was run before; ``None`` if they are not known."""
         found = self._known.get(key)
-        return None if found is None else self._new(found, inputs)
+        if found is None:
+            return None
+        return inputs[found] if isinstance(found, int) else self._new(found, inputs)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of all of a tensor."""
+        if self._mode.shape_env is not None or not _keeps_views(tensor):
+            view: torch.Tensor = torch.ops.aten.alias(tensor)
+            return view
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        result = _Result(shape, stride, tensor.dtype, tensor.requires_grad, offset=0)
+        made: torch.Tensor = self._new(_Results((result,), None), [tensor])
+        return made
 
     def _new(self, found: _Results, inputs: Sequence[torch.Tensor]) -> Any:
         """New tensors for results, of which views are in the memory of the first input."""
@@ -145,7 +164,11 @@ class RepeatedCalls:
         return made[0] if found.kind is None else found.kind(made)
 
     def keep(self, key: Hashable, out: Any, inputs: Sequence[torch.Tensor]) -> None:
-        """Remember what a call gave, if new tensors can say all of it."""
+        """Remember what a call gave, if new tensors or one of its arguments can say all of it."""
+        same = [index for index, tensor in enumerate(inputs) if tensor is out]
+        if len(same) == 1:
+            self._known[key] = same[0]
+            return
         kind = None if isinstance(out, torch.Tensor) else type(out)
         several = kind in (tuple, list) or (kind and kind.__module__ == "torch.return_types")
         if kind is not None and not several:

@@ -24,9 +24,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(8, 12)
+        self.up, self.norm = nn.Linear(8, 12), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        kept = F.dropout(x, 0.1, self.training)  # in eval mode x itself
+        kept[:, 1] *= 2
         a, b, c = self.up(x).chunk(3, dim=-1)
         with torch.no_grad():
             shift = (a + b).mean(-1, keepdim=True)
@@ -36,7 +39,7 @@ class Block(nn.Module):
         value, index = y.topk(2, dim=-1)
         counts = torch.ones_like(index) * 2
         y = y + (torch.ones_like(index) * 2.5).sum() * value.sum() + counts.sum()
-        return F.silu(y.transpose(0, 1).contiguous().t()) + index.max() + y.unsqueeze(0)[0]
+        return F.silu(y.transpose(0, 1).contiguous().t()) + index.max() + y.unsqueeze(0)[0] + kept
 
 
 class Deep(nn.Module):
@@ -82,9 +85,10 @@ def test_layers_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         count = 0
         traced(model)
         runs.append(count)
-    # Of each further layer run only pieces, calls that change an argument, and those not in C.
+    # Of each further layer run, in either mode, only pieces, calls that change an argument, and
+    # those not in C.
     assert (runs[2] - runs[1]) == 3 * (runs[1] - runs[0])
-    assert runs[1] - runs[0] <= 9 < runs[0] / 2
+    assert runs[1] - runs[0] <= 2 * 8 < runs[0] / 2
     # Of each further step nothing.
     assert runs[4] == runs[3]
 
@@ -94,6 +98,7 @@ def test_the_graph_is_that_of_calls_that_are_all_run(monkeypatch: pytest.MonkeyP
     shown = print_graph(traced(model))
     monkeypatch.setattr(RepeatedCalls, "results", lambda *args: None)
     monkeypatch.setattr(RepeatedCalls, "view", lambda *args: None)
+    monkeypatch.setattr(RepeatedCalls, "alias", lambda _, tensor: torch.ops.aten.alias(tensor))
     assert print_graph(traced(model)) == shown
 
 

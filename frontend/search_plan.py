@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.compiler.collector import only_new_objects
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.passes.fold import fold_constants
@@ -28,7 +29,7 @@ from shardwright.policies.autodist.autodist_policy import (
     search_each,
     settled,
 )
-from shardwright.policies.autodist.candidates.results import NOT_SEARCHED, SearchResult
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import (
     AutodistOptions,
     check_imbalance_of_ranks,
@@ -38,13 +39,14 @@ from shardwright.policies.autodist.search.batch_sizes import (
     batch_dims,
     batches,
     check_can_be_told,
+    num_samples,
     sizes_by_unit,
 )
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
-from shardwright.runtime.activity import activity
+from shardwright.runtime.activity import activity, tell
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -52,8 +54,8 @@ from shardwright.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What is searched, for the model as it was traced: a graph for every size of a microbatch.
-    ``spent_s``: the seconds of the limit that were over when all was traced.
+    """What is searched, with a graph for every size of a microbatch. ``spent_s``: the seconds of
+    the limit that were over when the first of them was traced; others are when they are searched.
     """
 
     variants: Subsearches
@@ -95,14 +97,16 @@ class PlanSearch:
             check_can_be_told(shapes, options.batch_dims, config)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         watch = Stopwatch(since_s=spent_s)
-        # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
-        with activity("tracing"), in_dtype(module, module_dtype):
-            tracer = _Tracer(module, dummy_args, config, options, watch)
+        tracer = _Tracer(module, dummy_args, config, options, module_dtype)
+        with activity("tracing"), only_new_objects():
             if options.unit_sizes is None:
                 variants = tracer.variants(config, options.microbatch)
             else:
                 check_options(config, options)
                 variants = Subsearches.of_units(tracer.variants_by_unit(options.unit_sizes))
+            # What cannot be traced at all, or be asked of this model, is refused here.
+            for variant in variants.listed[:1]:
+                variant.make_graph()
         return cls(variants, config, options, hardware, dummy_args, watch.wall_s)
 
     def run(self) -> SearchResult:
@@ -191,33 +195,29 @@ def search_plan(
     return found
 
 
-TRACING_SHARE = 0.5
-"""The share of the time limit in which further sizes of a microbatch are traced. A trace is only
-begun if one that takes as long as the last is done by then.
-"""
-
-
 @dataclass
 class _Tracer:
-    """Traces the model as it is, or for sizes of a microbatch, each once. ``watch``: since when the
-    time limit counts.
+    """Traces the model as it is, or for sizes of a microbatch, each once and when it is asked for.
+    ``dtype``: see :func:`search_plan`.
     """
 
     module: nn.Module
     dummy_args: Mapping[str, Any]
     config: ComputeConfig
     options: AutodistOptions
-    watch: Stopwatch
+    dtype: torch.dtype | None
     traced: dict[int, PlannableGraph] = field(default_factory=dict)
-    trace_s: float = 0.0  # what the last one took
 
     def variants(self, config: ComputeConfig, sizes: Sequence[int] | None) -> Subsearches:
         """What is searched for units of ``config``, with microbatches of ``sizes``, if any are
         named.
         """
-        graphs, left_out = self._graphs(config, sizes)
-        found = Subsearches.of(graphs, config, self.options.zero, self.options.imbalance)
-        return replace(found, refused={**found.refused, **left_out}) if left_out else found
+        wanted: list[Batch | None] = [None]
+        if self.options.global_batch is not None:
+            wanted = [*batches(config, self.options.global_batch, sizes, self._batch_dims)]
+        return Subsearches.of(
+            _Graphs(self, tuple(wanted)), config, self.options.zero, self.options.imbalance
+        )
 
     def variants_by_unit(self, unit_sizes: Sequence[int]) -> dict[int, Subsearches]:
         """What is searched for every size of a unit. Units that cannot share the samples evenly are
@@ -251,52 +251,55 @@ class _Tracer:
             found[unit] = replace(part, refused={**part.refused, **left_out})
         return found
 
-    def _graphs(
-        self, config: ComputeConfig, sizes: Sequence[int] | None
-    ) -> tuple[dict[Batch | None, PlannableGraph], dict[str, str]]:
-        """The model as traced, or the graph of every size that a unit of ``config`` may take; and
-        why there is none of the others: tracing ends with its share of the limit. Large ones come
-        first, as in the search, and one is traced in any case.
-        """
-        options = self.options
-        if options.global_batch is None:
-            return {None: self._trace(self.dummy_args, {})}, {}
-        dims = self._batch_dims
-        left_out: dict[str, str] = {}
-        graphs: dict[Batch | None, PlannableGraph] = {}
-        wanted = batches(config, options.global_batch, sizes, dims)
-        for batch in sorted(wanted, key=lambda batch: -batch.samples):
-            size, took_s = batch.samples, self.watch.wall_s
-            is_late = took_s + self.trace_s > TRACING_SHARE * options.time_limit_s
-            if size not in self.traced and is_late and self.traced:
-                left_out[f"microbatches of {size}"] = (
-                    f"{NOT_SEARCHED}, as {took_s:.0f} s had passed when other sizes had been traced"
-                )
-                continue
-            if size not in self.traced:
-                self.traced[size] = self._trace(resized(self.dummy_args, dims, size), dims)
-            graphs[batch] = self.traced[size]
-        return graphs, left_out
+    def graph(self, batch: Batch | None) -> PlannableGraph:
+        """The model as it is, or for the size of a microbatch."""
+        if batch is None:
+            return self._trace(self.dummy_args, {})
+        if batch.samples not in self.traced:
+            tell(f"tracing microbatches of {batch.samples}")
+            given = resized(self.dummy_args, batch.dims, batch.samples)
+            self.traced[batch.samples] = self._trace(given, batch.dims)
+        return self.traced[batch.samples]
 
     @functools.cached_property
     def _batch_dims(self) -> dict[str, int]:
-        first = self._trace(self.dummy_args, {})
-        return batch_dims(first, self.options.batch_dims, self.config)
+        """Which dims of the inputs count samples, told from a trace of the model as it is."""
+        graph = self._trace(self.dummy_args, {})
+        dims = batch_dims(graph, self.options.batch_dims, self.config)
+        if not self.config.dim_symbols():  # it has the size of the dummy arguments
+            self.traced[num_samples(graph, dims)] = graph
+        return dims
 
     def _trace(self, args: Mapping[str, Any], fixed: Mapping[str, int]) -> PlannableGraph:
         """Trace with the dims ``fixed`` static, as nobody knows what a microbatch of any size
         costs.
         """
-        config, began_s = self.config, self.watch.wall_s
+        config = self.config
         dynamic = {
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()
         }
         named = {path: dims for path, dims in dynamic.items() if dims}
-        graph = trace(self.module, args, dynamic_dims=named, constants=config.constants)
+        with in_dtype(self.module, self.dtype):
+            graph = trace(self.module, args, dynamic_dims=named, constants=config.constants)
         graph = fold_constants(graph) if config.constant_folding else graph
-        graph = annotate(
+        return annotate(
             without_gradients(graph) if config.inference_only else graph, pass_manager()
         )
-        self.trace_s = self.watch.wall_s - began_s
-        return graph
+
+
+@dataclass(frozen=True)
+class _Graphs(Mapping[Batch | None, PlannableGraph]):
+    """The graphs of sizes of a microbatch, traced as they are looked up."""
+
+    tracer: _Tracer
+    batches: tuple[Batch | None, ...]
+
+    def __getitem__(self, batch: Batch | None) -> PlannableGraph:
+        return self.tracer.graph(batch)
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -484,24 +484,36 @@ plans; and how many of them are of what was refused, unless there is room for mo
 
 
 def candidate_table(found: SearchResult, most: int | None) -> tuple[Table, str | None]:
-    """What a search tried, best first, and what it refused: at most ``most`` rows. The text under
-    it says what is left out.
+    """What a search tried, best first, and what it refused: at most ``most`` rows, of which one
+    stands for all that was refused for the same reason. The text under it says what is left out.
     """
     table = new_table("Plans", *CANDIDATE_COLUMNS)
     rows = candidate_rows(found)
     tried, refused = rows[: len(rows) - len(found.refused)], rows[len(rows) - len(found.refused) :]
-    most = len(rows) if most is None else most
+    if most is None:
+        most = len(rows)
+    else:
+        alike: dict[str, list[str]] = {}
+        for title, reason in found.refused.items():
+            alike.setdefault(reason, []).append(title)
+        refused = [(_and_more(titles), "", "", "", why) for why, titles in alike.items()]
     num_tried = min(len(tried), most - min(len(refused), MOST_REFUSED))
     num_refused = min(len(refused), most - num_tried)
     for row in (*tried[:num_tried], *refused[:num_refused]):
         table.add_row(*row)
+    told = {reason for *_, reason in refused[:num_refused]}
     parts = (
         (len(tried) - num_tried, "that take longer"),
-        (len(refused) - num_refused, "refused"),
+        (sum(reason not in told for reason in found.refused.values()), "refused"),
     )
     left_out = " and ".join(f"{count} more {what}" for count, what in parts if count)
     where = "--all prints them, and the files of --out and --html have them"
     return table, f"{left_out}: {where}" if left_out else None
+
+
+def _and_more(titles: Sequence[str]) -> str:
+    """The first title, and how many more there are."""
+    return titles[0] if len(titles) == 1 else f"{titles[0]}, and {len(titles) - 1} more"
 
 
 def certificate_section(certificate: Certificate) -> Section:

@@ -44,7 +44,7 @@ from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, PlanError, on_lines
+from shardwright.runtime.errors import ConfigError, PlanError, TraceError, on_lines
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.swap import check_target, write_file
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -203,6 +203,7 @@ def search_each(
     """
     for subsearch in subsearches.listed:
         check_pipeline(subsearch.config, options)
+    for subsearch in subsearches.listed[:1]:
         _check_names(subsearch.graph, options)
     times = load_times(options.hardware)
     pricings: Pricings = {}
@@ -210,13 +211,19 @@ def search_each(
 
     def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
         chosen = options_of(subsearch, options, time_limit_s)
-        space = replace(
-            _space(subsearch.graph, subsearch.config, chosen, hardware), others_s=others_s
-        )
         clock = Clock(time_limit_s, steady=steady_share(options.time_limit_s))
-        placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
+        try:
+            graph = subsearch.graph  # may be traced now
+            _check_names(graph, options)
+        except (TraceError, PlanError) as error:
+            # Of the first size it was raised above. Others say nothing against those that can be.
+            refused = SearchResult(arithmetic_bound_s=float("inf"), seconds=clock.seconds)
+            refused.refuse("any plan", error)
+            return refused
+        space = replace(_space(graph, subsearch.config, chosen, hardware), others_s=others_s)
+        placer = Placer(graph, subsearch.config, chosen, hardware, times, pricings, clock)
         return Search(
-            subsearch.graph, subsearch.config, hardware, space, placer,
+            graph, subsearch.config, hardware, space, placer,
             optimizer=chosen.optimizer_memory, times=times, clock=clock, alarm=alarm,
             least=placer.least_s,
         ).run()  # fmt: skip

@@ -5,6 +5,7 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
+import torch
 import zoo
 from api_jobs import Net, X
 
@@ -15,6 +16,7 @@ from shardwright.policies.autodist import autodist_policy
 from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.solver.stopwatch import Stopwatch
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import TraceError
 
 CONFIG = {"plan_ngpus": 2, "runtime_ngpus": 2, "pas_config": {"hardware": "cpu"}}
 
@@ -38,22 +40,23 @@ def test_a_module_or_a_class(given):
     assert found.plan.policy == "autodist" and found.dummy_forward_args.keys() == {"x"}
 
 
-def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace takes four seconds of twenty, and one was over before. The first one is of the
-    arguments given, the second of the largest size. With a third one more than half of the time
-    would be over.
-    """
-    seconds = [0.0]
+@pytest.mark.parametrize(("limit_s", "begun"), [(600.0, [8, 4, 2, 1]), (5.0, [8])])
+def test_sizes_are_traced_when_they_are_searched(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, begun: list[int]
+) -> None:
+    """A trace takes four seconds, and one was over before. The arguments given have 8 samples."""
+    seconds, traced = [0.0], []
     trace, search_each = search_plan.trace, search_plan.search_each
     clock = partial(Stopwatch, lambda: seconds[0], lambda: seconds[0])
     monkeypatch.setattr(search_plan, "Stopwatch", clock)
 
-    def slowly(*args, **options):
+    def slowly(module, args, **options):
         seconds[0] += 4.0
-        return trace(*args, **options)
+        traced.append(len(args["x"]))
+        return trace(module, args, **options)
 
     def searched(variants, options, hardware, spent_s):
-        assert spent_s == 9.0
+        assert spent_s == 5.0 and traced == [8]
         return search_each(variants, options, hardware, spent_s)
 
     alarms: list[tuple[float, Mock]] = []
@@ -67,21 +70,40 @@ def test_tracing_is_a_part_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(search_plan, "trace", slowly)
     monkeypatch.setattr(search_plan, "search_each", searched)
     entry = zoo.get("mlp")
-    options = {"hardware": "cpu", "global_batch": 8, "time_limit_s": 20.0}
+    options = {"hardware": "cpu", "global_batch": 8, "time_limit_s": limit_s}
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config=options)
-    asked = PlanSearch.of(entry.build(), entry.inputs(), config, spent_s=1.0)
+    given = {"x": torch.zeros(8, 12), "target": torch.zeros(8, 8)}
+    asked = PlanSearch.of(entry.build(), given, config, spent_s=1.0)
     found = asked.run()
     ((left_s, alarm),) = alarms
-    assert left_s == 11.0 and alarm.may_interrupt.called and alarm.note_answer.called
+    assert left_s == limit_s - 5.0
+    assert alarm.may_interrupt.called and alarm.note_answer.called
     plan = asked.settled(found).plan
-    assert plan.batch is not None and plan.batch.samples == 8
-    why = "not searched, as 9 s had passed when other sizes had been traced"
-    assert found.refused == {f"microbatches of {size}": why for size in (4, 2, 1)}
-    assert plan.certificate is not None
-    assert plan.certificate.covers == (
-        "any plan on the one mesh that the search came to, without pipelines, but not with 3 of 4 "
-        "sizes of a microbatch"
-    )
-    proof = "\n".join(plan.certificate.proof)
-    assert "the search was ended by the time limit of 20 s" in proof
-    assert "; no time was left to trace microbatches of 4, microbatches of 2 and 1 more" in proof
+    assert plan.batch is not None and traced == begun
+    if begun == [8]:
+        assert plan.certificate is not None
+        left_out = "3 of 4 sizes of a microbatch"
+        assert plan.certificate.covers.endswith(f", but not with {left_out}")
+        proof = "\n".join(plan.certificate.proof)
+        assert f"microbatches of 8 samples; no time was left for {left_out}\n" in proof
+
+
+def test_a_size_that_cannot_be_traced_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = search_plan.trace
+
+    def only_even(module, args, **options):
+        if len(args["x"]) % 2:
+            raise TraceError("forward of MLP failed while it was traced")
+        return trace(module, args, **options)
+
+    monkeypatch.setattr(search_plan, "trace", only_even)
+    entry = zoo.get("mlp")
+    options = {"hardware": "cpu", "global_batch": 8, "microbatch": [1, 2]}
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config=options)
+    asked = PlanSearch.of(entry.build(), entry.inputs(), config)
+    found = asked.run()
+    assert found.refused == {
+        "any plan, microbatches of 1": "forward of MLP failed while it was traced"
+    }
+    certificate = asked.settled(found).plan.certificate
+    assert certificate is not None and any("no plan at all" in line for line in certificate.proof)

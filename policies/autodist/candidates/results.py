@@ -17,7 +17,7 @@ from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.stages.walk import Walk
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import PlanError, TraceError
 from shardwright.runtime.schedule_actions import ActionKind
 
 
@@ -142,6 +142,13 @@ class Candidate:
 INTERRUPT = "Ctrl-C"
 """What ended a search that was interrupted from the keyboard."""
 
+
+def time_over(limit_s: float) -> str:
+    """What ended a search whose limit is over: ``the time limit of 0.5 s``."""
+    seconds = f"{limit_s:.3g}" if limit_s < 1000 else f"{limit_s:.0f}"
+    return f"the time limit of {seconds} s"
+
+
 NOT_SEARCHED = "not searched"
 """How the reason begins why nothing is known of something."""
 
@@ -177,7 +184,8 @@ class SearchResult:
       or nothing was found that fits.
     - ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     - ``arithmetic_bound_s``: the seconds that no plan is below, searched or not.
-    - ``not_compared``: see :class:`NotCompared`; ``is_compared``: whether there are other meshes.
+    - ``not_compared``: see :class:`NotCompared`; ``compared``: the titles of the plans of simple
+      policies that were audited.
     - ``interrupted``: what ended the search before its end, in words; ``num_left``: the meshes
       that it did not come to by then.
     - ``searched``: the searches that this is of, where there were several; ``left_out``: how many
@@ -200,10 +208,10 @@ class SearchResult:
     searched: str = ""
     left_out: str = ""
     not_compared: list[NotCompared] = field(default_factory=list)
-    is_compared: bool = False
+    compared: list[str] = field(default_factory=list)
     arithmetic_bound_s: float = 0.0
 
-    def refuse(self, title: str, error: PlanError) -> None:
+    def refuse(self, title: str, error: PlanError | TraceError) -> None:
         """Note why something that was tried cannot be."""
         self.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
 

@@ -381,20 +381,29 @@ def _what_was_left_out(result: SearchResult) -> list[str]:
             ended += "; of the meshes that it did not come to the bound says nothing"
         words.append(ended)
     if result.not_compared:
-        which = _where_not_compared(result.not_compared)
-        if not result.is_compared:
-            which = f"any of them ({which})"
         words.append(
             "the simple policies may have a better plan: there was no time to compare it with "
-            f"{which}"
+            f"{_where_not_compared(result.not_compared)}; {_compared(result.compared)}"
         )
     return words
 
 
 MOST_NAMED = 2
-"""How many of the meshes that were not compared are named. Of more meshes, a certificate gives the
-number and names the most likely ones.
+"""How many of the meshes that were not compared are named, and of the plans that were. Of more, a
+certificate gives the number and names the most likely meshes, or the first plans.
 """
+
+
+def _compared(titles: Sequence[str]) -> str:
+    """Which plans of the simple policies were audited."""
+    # Titles have commas.
+    named = "; ".join(titles[:MOST_NAMED])
+    if not titles:
+        return "none of their plans was compared"
+    if len(titles) == 1:
+        return f"one of their plans was compared: {named}"
+    among = "among them " if len(titles) > MOST_NAMED else ""
+    return f"{len(titles)} of their plans were compared: {among}{named}"
 
 
 def _where_not_compared(not_compared: Sequence[NotCompared]) -> str:

@@ -36,6 +36,7 @@ from shardwright.policies.autodist.candidates.results import (
     CutRequest,
     LoweredPlacement,
     SearchResult,
+    time_over,
 )
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -127,7 +128,7 @@ class SearchState:
     def end_by_time(self) -> None:
         """Note that time ended the search, if nothing else did."""
         if self.result.interrupted is None:
-            self.result.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
+            self.result.interrupted = time_over(self.clock.limit_s)
 
     def is_late(self) -> bool:
         """Whether nothing further is tried; then that is noted."""

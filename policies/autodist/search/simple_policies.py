@@ -249,17 +249,17 @@ class SimplePolicies:
         """Note where there was no time for them."""
         if not self.space.simple:
             return
+        result = self.result
+        result.compared = [title for title in self._tried if title not in result.refused]
         known = self._placed = {placed.where: placed for placed in placed_meshes}
         for where in (*known, *left, *self._in_zigzag([*known, *left])):
             number, mesh, pp_place = where
-            # It was compared, or it cannot be better: the answer says that something was.
-            if where in self._compared or self._bound_s(where) >= self.state.beaten_s():
-                self.result.is_compared = True
-            else:
+            # Unless it was compared, or cannot be better.
+            if where not in self._compared and self._bound_s(where) < self.state.beaten_s():
                 mesh = known[where].fastest.plan.mesh if where in known else mesh
                 title = mesh_title(number, mesh, pp_place)
                 likely_s = self.state.known_likely_s(where)
-                self.result.not_compared.append(NotCompared(title, self._bound_s(where), likely_s))
+                result.not_compared.append(NotCompared(title, self._bound_s(where), likely_s))
 
     def _bound_s(self, where: PipelineMesh) -> float:
         """What no plan on a mesh takes less than: as the model was placed on it, or, in zigzag, on

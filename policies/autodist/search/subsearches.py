@@ -8,10 +8,14 @@ the answer; the least of their bounds is the bound.
 Either changes what every operator, sum of gradients and byte costs, so each is a search of its own.
 Their steps do the same work on the same samples, so that their costs compare as they are. They
 share one limit of time, and what is worked out about strategies and conversions.
+
+A graph is asked for when its first search begins. So where the limit ends the searches, no model
+was traced for those that there was no time for.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +37,8 @@ from shardwright.policies.autodist.candidates.results import (
     NOT_SEARCHED,
     Candidate,
     SearchResult,
+    time_over,
 )
-from shardwright.policies.autodist.candidates.titles import first_of
 from shardwright.runtime.activity import preceded
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -45,15 +49,27 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Subsearch:
-    """What one of the searches is of. ``zero_stage``, ``batch``, ``unit_size``: what tells it from
-    the others; ``None`` where nothing does.
+    """What one of the searches is of. ``make_graph``: makes its graph, or gives the one that it has
+    made. ``zero_stage``, ``batch``, ``unit_size``: what tells it from the others; ``None`` where
+    nothing does.
     """
 
-    graph: PlannableGraph
+    make_graph: Callable[[], PlannableGraph]
     config: ComputeConfig
     zero_stage: int | None = None
     batch: Batch | None = None
     unit_size: int | None = None
+
+    @property
+    def graph(self) -> PlannableGraph:
+        """The graph that is searched. The first look at it may take as long as a trace.
+
+        Raises:
+            ConfigError: how experts are chosen is given, and the model has none.
+            PlanError: the config names an output that the model does not return.
+            TraceError: the model cannot be traced for this size of a microbatch.
+        """
+        return self.make_graph()
 
     @property
     def num_microbatches(self) -> int | None:
@@ -94,19 +110,16 @@ class Subsearches:
     ) -> Subsearches:
         """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all)
         where the config leaves it to the plan. ``imbalance``: how unevenly experts are chosen.
+        A graph is looked up in ``graphs`` when it is searched.
 
         Raises:
             ConfigError: stages for a config that names its own, or that are none.
-            PlanError: the config names an output that the model does not return.
         """
         listed, refused = [], {}
         # A graph for each batch, with every stage of ZeRO. Large microbatches come first: on a
         # device with room for them they are the fastest, and small ones are soon known not to be.
-        for batch, whole in sorted(graphs.items(), key=_samples, reverse=True):
-            check_imbalance(whole, imbalance)
-            if "imbalance" in config.pas_config:  # its default is no wish
-                check_has_experts(whole, "option 'imbalance'")
-            graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
+        for batch in sorted(graphs, key=_samples, reverse=True):
+            graph = functools.cache(functools.partial(_searched, graphs, batch, config, imbalance))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
                 listed.append(Subsearch(graph, config, batch=batch))
@@ -200,8 +213,8 @@ class Subsearches:
                 not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
             elif left_s() <= quickest_s and best_s() < math.inf:
                 not_begun[subsearch.title] = (
-                    f"{NOT_SEARCHED}, as {left_s():.0f} s were left, and the quickest search took "
-                    f"{quickest_s:.0f} s"
+                    f"{NOT_SEARCHED}, as {left_s():.1f} s were left, and the quickest search took "
+                    f"{quickest_s:.1f} s"
                 )
             else:
                 # The time that is left is dealt evenly among those that are left.
@@ -219,31 +232,20 @@ class Subsearches:
         for index, found in results.items():
             _add(total, found, self.listed[index])
         begun = [self.listed[index] for index in results]
-        # Sizes of a microbatch for which there was no time to trace the model.
-        untraced = [t for t, why in self.refused.items() if why.startswith(NOT_SEARCHED)]
         if is_interrupted():
             total.interrupted = INTERRUPT
-        elif untraced or not_begun or any(found.interrupted for found in results.values()):
+        elif not_begun or any(found.interrupted for found in results.values()):
             total.interrupted = _time_over(time_limit_s, len(self.listed))
         total.seconds = time.monotonic() - began
         total.searched = _in_words(begun)
         if total.best is not None:
             # A later search may have found what these cannot beat.
             beaten_s = total.best.compared_s
-            unbeaten = [each for each in total.not_compared if each.bound_s < beaten_s]
-            # A mesh that cannot be better counts as compared.
-            total.is_compared |= len(unbeaten) < len(total.not_compared)
-            total.not_compared = unbeaten
+            total.not_compared = [each for each in total.not_compared if each.bound_s < beaten_s]
         if len(begun) < len(self.listed):
-            of = f"{len(begun)} of {len(self.listed)} combinations"
-            total.searched += f" ({of}; no time was left for others)"
-        if untraced:
-            total.searched += f"; no time was left to trace {first_of(untraced)}"
-        # Of every size that was not traced, each stage of ZeRO is left out.
-        num_stages = len({subsearch.zero_stage for subsearch in self.listed})
-        num_asked = len(self.listed) + num_stages * len(untraced)
-        if len(begun) < num_asked:
-            total.left_out = f"{num_asked - len(begun)} of {num_asked} {self._choices}"
+            number = len(self.listed)
+            total.left_out = f"{number - len(begun)} of {number} {self._choices}"
+            total.searched += f"; no time was left for {total.left_out}"
         return total
 
     @property
@@ -261,8 +263,21 @@ class Subsearches:
         return f"combinations of {_listed(names)}"
 
 
-def _samples(graph_of_batch: tuple[Batch | None, PlannableGraph]) -> int:
-    batch, _ = graph_of_batch
+def _searched(
+    graphs: Mapping[Batch | None, PlannableGraph],
+    batch: Batch | None,
+    config: ComputeConfig,
+    imbalance: Imbalance | None,
+) -> PlannableGraph:
+    """What is searched of the graph for one size of a microbatch."""
+    whole = graphs[batch]
+    check_imbalance(whole, imbalance)
+    if "imbalance" in config.pas_config:  # its default is no wish
+        check_has_experts(whole, "option 'imbalance'")
+    return PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
+
+
+def _samples(batch: Batch | None) -> int:
     return 0 if batch is None else batch.samples
 
 
@@ -280,6 +295,7 @@ def _once_more(before: SearchResult, found: SearchResult) -> SearchResult:
     known = [candidate.plan for candidate in kept.audited]
     kept.audited += [candidate for candidate in other.audited if candidate.plan not in known]
     kept.audited.sort(key=lambda candidate: candidate.step_s)
+    kept.compared = list(dict.fromkeys([*other.compared, *kept.compared]))
     if found.interrupted == INTERRUPT:
         kept.interrupted = INTERRUPT
     return kept
@@ -310,8 +326,7 @@ def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None
         replace(each, title=f"{each.title}, {subsearch.title}", search=subsearch.title)
         for each in found.not_compared
     ]
-    # Some search had time for some simple policy: then the message names what was left, not all.
-    total.is_compared |= found.is_compared
+    total.compared += [f"{title}, {subsearch.title}" for title in found.compared]
     total.num_left += found.num_left
     total.arithmetic_bound_s = min(total.arithmetic_bound_s, found.arithmetic_bound_s)
     total.unanswered |= {
@@ -320,7 +335,7 @@ def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None
 
 
 def _time_over(time_limit_s: float, num_searches: int) -> str:
-    limit = f"the time limit of {time_limit_s:.0f} s"
+    limit = time_over(time_limit_s)
     return limit if num_searches == 1 else f"{limit}, which {num_searches} searches share"
 
 
@@ -349,22 +364,27 @@ def _checked_stages(stages: Sequence[int] | None) -> Iterable[int]:
 
 def _in_words(listed: Sequence[Subsearch]) -> str:
     """``units of 1 and 8 ranks, microbatches of 1, 2 and 4 samples, stages 0 and 1 of ZeRO``."""
-    units = [str(v.unit_size) for v in listed if v.unit_size is not None]
-    sizes = [str(size) for size in sorted({v.batch.samples for v in listed if v.batch is not None})]
-    stages = [str(v.zero_stage) for v in listed if v.zero_stage is not None]
+    units = [v.unit_size for v in listed if v.unit_size is not None]
+    sizes = sorted({v.batch.samples for v in listed if v.batch is not None})
+    stages = [v.zero_stage for v in listed if v.zero_stage is not None]
     words = []
     if units:
-        words.append(f"units of {_listed(units)} ranks")
+        words.append(f"units of {_counted(units, 'rank')}")
     if sizes:
-        words.append(f"microbatches of {_listed(sizes)} samples")
+        words.append(f"microbatches of {_counted(sizes, 'sample')}")
     # With a batch given, other units would have done the same work.
     config = listed[0].config
     if sizes and not units and config.runtime_ngpus > 1:
-        ranks = "1 rank" if config.plan_ngpus == 1 else f"{config.plan_ngpus} ranks"
-        words.append(f"units of {ranks} alone")
+        words.append(f"units of {_counted([config.plan_ngpus], 'rank')} alone")
     if stages:
-        words.append(f"{'stages' if len(set(stages)) > 1 else 'stage'} {_listed(stages)} of ZeRO")
+        stage = "stages" if len(set(stages)) > 1 else "stage"
+        words.append(f"{stage} {_listed(map(str, stages))} of ZeRO")
     return ", ".join(words)
+
+
+def _counted(numbers: Sequence[int], what: str) -> str:
+    """``1 rank``; ``1, 2 and 4 ranks``."""
+    return f"{_listed(map(str, numbers))} {what}{'' if set(numbers) == {1} else 's'}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -275,7 +275,7 @@ def test_a_long_table_says_what_it_leaves_out() -> None:
     ]
 
     def shown(num_tried: int, num_refused: int, most: int | None = 10) -> tuple[str, str | None]:
-        refused = {f"refused {i}": "too large" for i in range(num_refused)}
+        refused = {f"refused {i}": f"needs {i} GB" for i in range(num_refused)}
         found = SearchResult(others=candidates[:num_tried], refused=refused)
         table, left_out = candidate_table(found, most)
         names = [str(name) for name in table.columns[0].cells]
@@ -294,6 +294,11 @@ def test_a_long_table_says_what_it_leaves_out() -> None:
     assert shown(2, 9) == ("2 + 8", f"1 more refused: {rest}")
     assert shown(4, 6) == ("4 + 6", None)
     assert shown(12, 50, None) == ("12 + 50", None)
+
+    why = "not searched, as 0.0 s were left"
+    alike = {"tp=2": "too large"} | {f"units of {size}": why for size in (1, 2, 4)}
+    table, left_out = candidate_table(SearchResult(refused=alike), 10)
+    assert list(table.columns[0].cells) == ["tp=2", "units of 1, and 2 more"] and left_out is None
 
 
 def test_candidates_of_one_title_have_one_row() -> None:

@@ -228,9 +228,10 @@ def test_tp_on_two_axes_is_among_them() -> None:
 def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: float) -> None:
     """Also on meshes that it has not come to."""
     search, found = in_time(limit_s)
-    assert found.interrupted == f"the time limit of {limit_s:.0f} s" and found.best is not None
+    assert found.interrupted == f"the time limit of {limit_s} s" and found.best is not None
     assert found.best.step_s <= min(cost.step_s for cost in costs(search))
-    assert found.is_compared and not found.not_compared
+    # With more time all of their plans take longer by their bounds.
+    assert not found.not_compared and len(found.compared) == (1 if limit_s == 2.5 else 0)
     assert "the simple policies may" not in str(
         certificate(found, found.best, search.state.hardware)
     )
@@ -238,17 +239,13 @@ def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: flo
 
 def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
     search, found = in_time(0.5)
-    assert found.best is not None and not found.is_compared
+    assert found.best is not None
     assert {each.title for each in found.not_compared} == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
     told = certificate(found, found.best, search.state.hardware).proof
     assert any(
-        "there was no time to compare it with any of them (those on 4 meshes, the most likely of "
-        "them: " in sentence
+        "there was no time to compare it with those on 4 meshes, the most likely of them: "
+        in sentence
         for sentence in told
-    )
-    few = str(certificate(replace(found, is_compared=True), found.best, search.state.hardware))
-    assert (
-        "there was no time to compare it with those on 4 meshes, the most likely of them: " in few
     )
 
 

@@ -377,7 +377,7 @@ def test_no_search_is_begun_after_the_alarm() -> None:
         return cast(SearchResult, found_by({0: 2.0})(*asked))
 
     found = variants_of(config_of(1, 2)).search(one, 60.0, alarm=alarm)
-    why = "not searched, as 0 s were left, and the quickest search took 0 s"
+    why = "not searched, as 0.0 s were left, and the quickest search took 0.0 s"
     assert found.refused == {f"ZeRO-{stage}": why for stage in (1, 2, 3)}
     assert found.interrupted == "the time limit of 60 s, which 4 searches share"
 
@@ -390,8 +390,8 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
         and found.interrupted == INTERRUPT
     )
     assert found.refused == {"ZeRO-3": "not searched, as the search had ended"}
-    left = "3 of 4 combinations; no time was left for others"
-    assert found.searched == f"stages 0, 1 and 2 of ZeRO ({left})"
+    left = "no time was left for 1 of 4 stages of ZeRO"
+    assert found.searched == f"stages 0, 1 and 2 of ZeRO; {left}"
     stated = certificate(found, found.best, load_hardware("a100-80gb"))
     # Two were found, each with a mesh of its own and a pipeline that has a bound and no plan.
     covered = (
@@ -409,14 +409,16 @@ def test_meshes_that_were_not_compared_are_told_in_a_line() -> None:
 
     def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
         found = found_by({0: 2.0, 1: 0.5, 2: 3.0, 3: 1.0})(subsearch, time_limit_s, others_s)
-        return replace(found, not_compared=left, is_compared=True)  # type: ignore[no-any-return]
+        return replace(found, not_compared=left, compared=["dp=2, as data has it"])  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2)).search(one, 60.0)
     assert found.best is not None and found.best.step_s == 0.5
     told = certificate(found, found.best, load_hardware("a100-80gb")).proof
     assert (
         "the simple policies may have a better plan: there was no time to compare it with those on "
-        "16 meshes in 4 of these searches, the most likely of them: tp=16, no ZeRO; tp=16, ZeRO-1"
+        "16 meshes in 4 of these searches, the most likely of them: tp=16, no ZeRO; tp=16, ZeRO-1; "
+        "4 of their plans were compared: among them dp=2, as data has it, no ZeRO; dp=2, as data "
+        "has it, ZeRO-1"
     ) in told
 
 
@@ -433,7 +435,7 @@ def test_a_mesh_that_a_later_search_beats_is_compared() -> None:
     told = certificate(found, found.best, load_hardware("a100-80gb")).proof
     assert (
         "the simple policies may have a better plan: there was no time to compare it with those on "
-        "tp=4, ZeRO-1"
+        "tp=4, ZeRO-1; none of their plans was compared"
     ) in told
 
 

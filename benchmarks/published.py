@@ -642,7 +642,9 @@ def _rows_table(
     precision = any(row.recipe for row in rows)
     measured = any(row.peak_bytes for row in rows)
     fitted = any(row.name in machine.fitted_on for row in rows)
-    heads = ["row", "model", "GPUs", *["precision"] * precision, "plan"]
+    # The column of what is computed again, too, if all rows say the same.
+    again = len({row.recompute for row in rows}) > 1
+    heads = ["row", "model", "GPUs", *["precision"] * precision, "plan", *["recomputed"] * again]
     heads += ["measured s", "predicted s", "error"]
     heads += ["measured GB"] * measured + ["predicted GB"] * bool(peaks) + [""] * fitted
     table = Table(*heads, title=study)
@@ -654,6 +656,7 @@ def _rows_table(
             str(row.gpus),
             *[row.recipe] * precision,
             f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
+            *[row.recompute] * again,
             f"{row.iter_s:.3f}",
             f"{predicted:.3f}",
             f"{predicted / row.iter_s - 1:+.1%}",

@@ -120,25 +120,22 @@ def settled(
     if found.answer is None:
         reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
-            _, too_large, _ = found.least
-            less = "; for less memory more ranks, or ZeRO" if too_large else ""
             reasons += (
                 [f"not audited: {first_of([c.title for c in found.others])}"]
                 if found.others
                 else []
             )
             raise PlanError(
-                f"no plan for {config.plan_ngpus} ranks was found before {found.interrupted} "
-                "ended the search, "
-                f"after {found.seconds:.0f} s",
+                f"no plan for {config.plan_ngpus} ranks was found in {found.seconds:.0f} s, until "
+                f"the search was ended by {found.interrupted}",
                 why=on_lines(reasons),
-                hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule "
-                f"given{less}",
+                hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+                + _less_memory(found, config),
             )
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",
             why=on_lines(reasons),
-            hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
+            hint="a larger memory_limit_gb, or fewer constraints" + _less_memory(found, config),
         )
     best = found.answer.plan
     searches_units = config.pas_config.get("unit_sizes") is not None
@@ -165,6 +162,22 @@ def settled(
             zero_stage=config.zero_stage if has_one_stage else None,
         ),
     )
+
+
+def _less_memory(found: SearchResult, config: ComputeConfig) -> str:
+    """What else may be set so that a plan takes less memory, if that was too much of any."""
+    if not (found.needed_bytes or found.least[1]):
+        return ""
+    ways = ["more ranks (plan_ngpus)"]
+    has_units = config.num_units > 1 or config.pas_config.get("unit_sizes") is not None
+    if has_units and not config.leaves_zero_to_plan and config.zero_stage < 3:
+        ways.append("use_zero='auto' (over the units)")
+    if config.pas_config.get("recompute") is not None:
+        ways.append("recompute left to the search")
+    if config.outputs != "loss":
+        ways.append("outputs='loss'")
+    ways.append("smaller microbatches")
+    return f"; for less memory {', '.join(ways)}"
 
 
 def _least_in_words(found: SearchResult) -> list[str]:

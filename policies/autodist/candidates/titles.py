@@ -74,9 +74,14 @@ def refusals(found: SearchResult) -> list[str]:
 
 
 def first_of(titles: Sequence[str]) -> str:
-    """The first two, and how many more there are."""
-    first, more = ", ".join(titles[:2]), len(titles) - 2
-    return f"{first} and {more} more" if more > 0 else first
+    """The first two, and how many more there are: ``tp=2, tp=4 and 3 more``; with semicolons where
+    titles have commas.
+    """
+    has_commas = any("," in title for title in titles)
+    shown = ("; " if has_commas else ", ").join(titles[:2])
+    if len(titles) <= 2:
+        return shown
+    return f"{shown}{'; and' if has_commas else ' and'} {len(titles) - 2} more"
 
 
 def recompute_title(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:

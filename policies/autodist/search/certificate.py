@@ -246,7 +246,8 @@ def _cut_short(result: SearchResult, best: Candidate) -> str | None:
     number = len(result.tried)
     which = "the only one" if number == 1 else f"the best of the {number}"
     whose = "a plan by the fixed rules of a policy, and " if best.is_simple else ""
-    return f"It is {whose}{which} that the search looked at before {result.interrupted} ended it"
+    ended = f"until it was ended by {result.interrupted}"
+    return f"It is {whose}{which} that the search looked at {ended}"
 
 
 def _gathers_weights(result: SearchResult, best: Candidate) -> bool:

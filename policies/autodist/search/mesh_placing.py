@@ -85,7 +85,7 @@ class MeshPlacing:
         share = self._state.share_despite_overlap(num_positions)
         if share == 1.0:
             return fastest
-        bound_s = share * fastest.bound_s
+        bound_s, most_s = share * fastest.bound_s, math.inf
         # No more is hidden than the sums and gatherings that any plan has.
         if num_positions == 1:
             setting = self._state.setting(ranks)
@@ -94,6 +94,10 @@ class MeshPlacing:
         proof = (
             f"{fastest.proof}; what passes may hide of sums and gatherings beside them is taken off"
         )
+        if fastest.bound_s > 0:
+            proof += f", {1 - bound_s / fastest.bound_s:.0%} of the bound"
+        if num_positions == 1 and most_s == math.inf:
+            proof += " (of ZeRO-3 over units of several ranks no less is known)"
         return replace(fastest, bound_s=bound_s, proof=proof)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.policies.autodist.candidates.alarm import Alarm
+from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
     NOT_SEARCHED,
@@ -170,8 +172,10 @@ class Subsearches:
         way, and none is begun after that.
 
         Each audits only what is predicted to be about as good as the best so far. One is not begun
-        if less time is left than the quickest so far took. Those that their shares have ended run
-        once more in what all have left, the one with the best plan first.
+        if less time is left than the quickest so far took. Where the limit is over and no plan is
+        known, the last ones are begun first, as most ranks and the smallest microbatches need least
+        memory; and none after the overtime of a search. Those that their shares have ended run once
+        more in what all have left, the one with the best plan first.
         """
         # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
@@ -180,6 +184,7 @@ class Subsearches:
                 found.interrupted = _time_over(time_limit_s, 1)
             return found
         began = time.monotonic() - spent_s
+        clock = Clock(max(time_limit_s - spent_s, 0.0))
         results: dict[int, SearchResult] = {}  # by place in the list
         not_begun: dict[str, str] = {}
 
@@ -206,11 +211,17 @@ class Subsearches:
                     raise
                 return SearchResult(interrupted=INTERRUPT)
 
-        for index, subsearch in enumerate(self.listed):
+        waiting = deque(range(len(self.listed)))
+        while waiting:
+            is_over = bool(results) and left_s() <= 0.0 and best_s() == math.inf
+            index = waiting.pop() if is_over else waiting.popleft()
+            subsearch = self.listed[index]
             quickest_s = min((found.seconds for found in results.values()), default=0.0)
             # Why it was not begun is told with the other refusals.
             if is_interrupted():
                 not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
+            elif is_over and clock.is_over:
+                not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the time limit was over"
             elif left_s() <= quickest_s and best_s() < math.inf:
                 not_begun[subsearch.title] = (
                     f"{NOT_SEARCHED}, as {left_s():.1f} s were left, and the quickest search took "
@@ -218,7 +229,7 @@ class Subsearches:
                 )
             else:
                 # The time that is left is dealt evenly among those that are left.
-                results[index] = run(index, left_s() / (len(self.listed) - index))
+                results[index] = run(index, left_s() / (1 + len(waiting)))
 
         # Most need less than an even share. What they leave is for those that need more.
         ended = [index for index, found in results.items() if found.interrupted is not None]

@@ -197,9 +197,9 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     cost, bound = (amount(seconds, "s", digits=6) for seconds in (stated.cost_s, least))
     assert stated.claim == (
         f"{cost} per step on {hardware.name}: {found.best.title}. It is a plan by the fixed rules "
-        "of a policy, and the only one that the search looked at before the time limit of 1 s "
-        f"ended it. Others may be faster; none takes less than {bound}, the arithmetic of the "
-        f"model alone (gap {stated.gap:.2%})"
+        "of a policy, and the only one that the search looked at until it was ended by the "
+        f"time limit of 1 s. Others may be faster; none takes less than {bound}, the arithmetic of "
+        f"the model alone (gap {stated.gap:.2%})"
     )
     written = json.loads(settled(ended, config, hardware).dumps())
     check_plan_file(written)
@@ -207,7 +207,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     ended.others = [replace(unplaced, title="x=4", cost=None, predicted_s=9.0)]
     several = settled(ended, config, hardware).certificate
     assert several is not None
-    assert "the best of the 2 that the search looked at before" in several.claim
+    assert "the best of the 2 that the search looked at until" in several.claim
     ended.others = []
     assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")
     assert candidate_rows(ended)[0][2] == amount(least, "s")

@@ -33,6 +33,7 @@ from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.alarm import Alarm, TimeIsOver
+from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
@@ -461,6 +462,26 @@ def test_the_time_is_shared() -> None:
         and late.interrupted == "the time limit of 0 s, which 4 searches share"
     )
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+
+
+@pytest.mark.parametrize("overtime_is_over", [False, True])
+def test_after_the_limit_what_needs_least_memory_is_searched_first(
+    monkeypatch: pytest.MonkeyPatch, overtime_is_over: bool
+) -> None:
+    """Nothing fits without ZeRO. Nothing is begun after the overtime of a search."""
+    order: list[int | None] = []
+
+    def one(subsearch: Subsearch, time_limit_s: float, others_s: float) -> SearchResult:
+        order.append(subsearch.zero_stage)
+        return SearchResult()
+
+    monkeypatch.setattr(Clock, "is_over", overtime_is_over)
+    found = variants_of(config_of(1, 2)).search(one, 0.0)
+    assert order == ([0] if overtime_is_over else [0, 3, 2, 1])
+    why = "not searched, as the time limit was over"
+    assert found.refused == (
+        {f"ZeRO-{stage}": why for stage in (3, 2, 1)} if overtime_is_over else {}
+    )
 
 
 @pytest.mark.parametrize("num_left", [0, 3, 5])

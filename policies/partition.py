@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.recompute_regions import mark_recompute
@@ -75,7 +74,7 @@ def stage_starts(
     ranks = position_ranks(whole.mesh, schedule.num_ranks, pp_place)[0]
     setting = Setting(
         hardware,
-        with_full_buckets(config, graph.used_parameters),
+        config,
         ranks,
         times=times,
         num_microbatches=schedule.num_microbatches,

@@ -27,7 +27,7 @@ from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
-from shardwright.compiler.cost.time.after_backward import Reduction, with_full_buckets
+from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.body_time import BodyTime, body_time
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.extrapolation import extrapolated
@@ -133,10 +133,6 @@ def time_of_step(
     """The cost of a step without its memory, which hardly depends on the machine: for fits that
     price one program on many machines.
     """
-    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
-    config = with_full_buckets(
-        config, (value for part in programs for value in part.graph.used_parameters)
-    )
     # Stages have a schedule; one mesh has a body, and what follows its backward.
     if isinstance(program, PipelineProgram):
         return pipeline_cost(

@@ -10,12 +10,15 @@ from plans import annotated, traced
 from torch import nn
 
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.time.after_backward import Reduction, with_full_buckets
+from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.body_time import body_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
 from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.stages.step_ends import StepEnds
+from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 
@@ -68,23 +71,41 @@ def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:
 def request(
     graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any
 ) -> PlacementRequest:
-    """A request on all ranks of a job that is one unit, with buckets as audits have them."""
+    """A request on all ranks of a job that is one unit."""
     config = options.pop("config", None) or ComputeConfig(
         plan_ngpus=mesh.size, runtime_ngpus=mesh.size
     )
-    config = with_full_buckets(config, graph.used_parameters)
     return PlacementRequest(
         graph, mesh, tuple(range(mesh.size)), hardware or slow_machine(mesh.size), config, **options
     )
 
 
-def audited_s(graph: PlannableGraph, plan: Plan, wanted: PlacementRequest) -> float:
+def audited_s(
+    graph: PlannableGraph, plan: Plan, wanted: PlacementRequest, *, as_counted: bool = False
+) -> float:
     """What a plan takes by its lowered program: what the audit adds up, without the walk of its
-    memory.
+    memory. ``as_counted``: as a search counts it, with each gradient paying its share of one
+    message of the model.
     """
     program = lower(graph, plan)
     body = body_time(program, wanted.hardware, wanted.ranks, gathers_ahead=False)
     reduction = Reduction.of(
-        program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer
-    )
+        program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer,
+        alone=as_counted,
+    )  # fmt: skip
     return body.forward_s + body.backward_s + reduction.end_s
+
+
+def more_at_end_s(program: Program, wanted: PlacementRequest) -> float:
+    """What the messages of a program's gradients take longer than a search counts for them."""
+    setting = Setting(
+        wanted.hardware,
+        wanted.config,
+        wanted.ranks,
+        wanted.optimizer,
+        num_microbatches=wanted.microbatches,
+    )
+    (more_s,) = StepEnds(Walk(program, setting)).more_s(
+        [wanted.ranks], [[(0, len(program.graph.ops))]]
+    )
+    return more_s

@@ -123,8 +123,8 @@ def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: in
     )
 
 
-SumGroup = tuple[tuple[str, ...], bool, tuple[tuple[int, ...], ...]]
-"""What a gradient is summed over: mesh axes, whether units too, and the ranks of other stages. Two
+SumGroup = tuple[tuple[str, ...], int, tuple[tuple[int, ...], ...]]
+"""What a gradient is summed over: mesh axes, so many units, and the ranks of other stages. Two
 gradients that are summed over the same ranks have equal groups.
 """
 
@@ -137,7 +137,7 @@ def sum_group(
     """
     axes = tuple(axis for axis, size in mesh.axes if axis in layout.grad_partial and size > 1)
     pieces = mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
-    return axes, config.num_units > pieces, tuple(elsewhere)
+    return axes, config.num_units // pieces, tuple(elsewhere)
 
 
 def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: int = 1) -> int:

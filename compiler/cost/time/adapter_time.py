@@ -21,7 +21,7 @@ from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import (
     axes_collective_s,
     group_rows,
-    rows_collective_s,
+    rows_line,
 )
 from shardwright.compiler.plan.conversion import GATHERS, REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
@@ -183,6 +183,7 @@ def reduction_s(
     num_units: int = 1,
     unit_size: int | None = None,
     bucket_bytes: float = DEFAULT_BUCKET_BYTES,
+    latency_share: float | None = None,
     collective: str = "all_reduce",
     elsewhere: Sequence[Sequence[int]] = (),
     num_groups: int = 1,
@@ -191,11 +192,13 @@ def reduction_s(
     """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and
     over the units.
 
-    The result is the parameter's share of full buckets. So the seconds of all parameters add up,
-    but for the last bucket, which is not full.
+    The result is the parameter's share of messages of ``bucket_bytes``. So the seconds of all
+    parameters add up, but for the last message of several, which is not full.
 
     - ``ranks``: the unit ranks that the mesh lies on. Unit ``u`` begins at global rank
       ``u * unit_size`` (default: the size of the mesh).
+    - ``latency_share``: the part of a message's latency that the parameter pays (default: as large
+      a part as of its bytes).
     - ``collective``: ``all_reduce``; with ZeRO also ``reduce_scatter`` of gradients and
       ``all_gather`` of updated parameters.
     - ``elsewhere``: the unit ranks of other stages that hold the parameter, on a mesh like this.
@@ -212,15 +215,16 @@ def reduction_s(
         return 0.0
     unit = mesh.size if unit_size is None else unit_size
     stages = (tuple(ranks), *map(tuple, elsewhere))
-    # A parameter is a part of a bucket, so its share of the bucket's latency goes by its bytes. The
-    # seconds per byte are the same for all parameters of one kind, and kept.
-    return num_bytes * _per_byte(
+    # The line is the same for all parameters of one kind, and kept.
+    latency_s, per_byte = _line(
         axes, mesh, stages, num_units, unit, bucket_bytes, collective, num_groups, across, hardware
     )
+    share = num_bytes / bucket_bytes if latency_share is None else latency_share
+    return share * latency_s + num_bytes * per_byte
 
 
 @functools.lru_cache(maxsize=4096)
-def _per_byte(
+def _line(
     axes: tuple[str, ...],
     mesh: Mesh,
     stages: tuple[tuple[int, ...], ...],
@@ -231,9 +235,9 @@ def _per_byte(
     num_groups: int,
     across: bool,
     hardware: Hardware,
-) -> float:
-    """Seconds per byte of gradient: moving it into a bucket, and its share of the collective of a
-    full one.
+) -> tuple[float, float]:
+    """The latency of the collective of a full bucket, and the seconds that each byte of gradient
+    adds: in the collective, and moving it into the bucket.
     """
     # The ranks of all units and stages that sum one piece of the parameter, a piece in a row.
     everyone = np.concatenate(
@@ -248,19 +252,18 @@ def _per_byte(
     num_pieces, num_copies = everyone.shape
     size = num_copies // num_groups
     if size == 1 and not across:
-        return 0.0
+        return 0.0, 0.0
     groups = np.sort(everyone, axis=1).reshape(num_pieces, num_groups, size)
     # Between the groups: the ranks that have the same slice of it.
     if across:
         between = groups.transpose(0, 2, 1).reshape(-1, num_groups)
-        return rows_collective_s(hardware, collective, bucket_bytes / size, between) / bucket_bytes
+        latency_s, per_byte = rows_line(hardware, collective, bucket_bytes / size, between)
+        return latency_s, per_byte / size
     # Within a group: neighbours.
     within = groups.reshape(-1, size)
+    latency_s, per_byte = rows_line(hardware, collective, bucket_bytes, within)
     # The second term is the copy into the bucket, which reads and writes each byte.
-    return (
-        rows_collective_s(hardware, collective, bucket_bytes, within) / bucket_bytes
-        + 2 / hardware.device.bytes_per_s
-    )
+    return latency_s, per_byte + 2 / hardware.device.bytes_per_s
 
 
 class _Seconds:

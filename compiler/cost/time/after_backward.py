@@ -4,14 +4,32 @@ of whole tensors, the optimizer's pass, and the gathering of what ZeRO updated o
 Example: 100 MB of float32 parameters, data-parallel over 4 units at 10 GB/s. A ring all-reduce
 sends 2 * 3/4 * 100 MB, which takes 15 ms. With ZeRO-1 a reduce-scatter of gradients takes half of
 that, the optimizer updates a quarter of the parameters, and an all-gather takes the other half.
+
+Gradients that are summed over the same ranks lie in buckets together, and each bucket is a message.
+What a message waits for, its latency, is shared out among its parameters:
+
+- Of a whole program it is known what lies in a bucket. If all gradients of a kind are less than a
+  bucket, they pay for one message of their size; otherwise each pays its share of a full bucket.
+- A search knows a parameter, its layout, and the bytes of all gradients of the model. If these are
+  less than a bucket, each parameter pays as large a part of the latency as it is of the model,
+  however it is cut: together they pay for one message. Otherwise it pays its share of a full
+  bucket. A program has a message or more of each kind, so that it never takes less.
+
+Example: a model of two weights of 10 MB on ``tp=2``, which cuts both, and 4 units. A rank sums 10
+MB in one message. Each weight pays for 5 MB and half of the latency, in the audit and in the
+search. Were one of the weights not cut but computed with pieces of a batch, its gradient would be
+summed over all 8 ranks, in a message of its own: the audit counts two latencies, a search one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from shardwright.compiler.cost.local_calls import estimated_size, local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
@@ -33,7 +51,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import ranks_of_units
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.zero.settings import ReductionSettings
 
@@ -172,6 +190,8 @@ class Reduction:
         shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
         *,
         num_microbatches: int = 1,
+        model_bytes: float | None = None,
+        alone: bool = False,
     ) -> Reduction:
         """What follows the backwards of the parameters in ``declarations``.
 
@@ -179,28 +199,37 @@ class Reduction:
         - ``ranks``: the unit ranks of the mesh of operators (default: all ranks of the unit).
         - ``shared``: the ranks of other stages that hold a parameter too, by its FQN.
         - ``num_microbatches``: the backwards of a step. With ZeRO-2 each of them ends with sums.
+        - ``model_bytes``: :func:`all_gradients_bytes` of the model (default: these are all of its
+          parameters).
+        - ``alone``: it is not known how other parameters of these ranks lie, so that each pays its
+          share of the model's message.
         """
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         settings = ReductionSettings.of(config, config.num_units)
         # ZeRO-2 frees whole gradients after each backward, so each ends with sums.
         num_sums = num_microbatches if settings.frees_gradients else 1
-        where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer)
+        trained = [
+            (declaration, tuple((shared or {}).get(declaration.value.fqn or "", ())))
+            for declaration in declarations
+            if declaration.value.kind is ValueKind.PARAMETER
+            and declaration.value.requires_grad
+            and not config.inference_only
+        ]
+        if model_bytes is None:
+            model_bytes = all_gradients_bytes(config, (held.value for held, _ in trained))
+        where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer, model_bytes)
+        counts = Counter(_held(*item) for item in trained)
+        messages = {} if alone else where.messages(counts)
         found: dict[str, ParameterSync] = {}
         sizes, step_s = [], 0.0
         # Layers are alike, so most parameters are as one before.
         known: dict[object, tuple[ParameterSync, float, float]] = {}
         # Each trained parameter: its sum, its update, and adding up microbatches.
-        for declaration in declarations:
+        for declaration, elsewhere in trained:
             value = declaration.value
-            if (
-                value.kind is not ValueKind.PARAMETER
-                or not value.requires_grad
-                or config.inference_only
-            ):
-                continue
-            elsewhere = (shared or {}).get(value.fqn or "", ())
-            alike = declaration.layout, value.dtype, tuple(elsewhere)
+            alike = _held(declaration, elsewhere)
             if alike not in known:
+                message = where.message_of_model(value) if alone else messages[alike]
                 num_stages = 1 + len(elsewhere)
                 # With ZeRO-2 a rank adds to its slice of a gradient only, as nothing else stays.
                 share = (
@@ -209,7 +238,7 @@ class Reduction:
                     else 1
                 )
                 known[alike] = (
-                    where.sync(declaration, elsewhere),
+                    where.sync(declaration, elsewhere, message),
                     update_s(declaration, mesh, config, hardware, optimizer, num_stages),
                     accumulated_bytes(declaration, mesh, config, optimizer) / share,
                 )
@@ -218,6 +247,25 @@ class Reduction:
             sizes.append(size)
         added_s = accumulation_s(sizes, num_microbatches, hardware)
         return cls(found, num_sums, settings.bucket_cap_bytes, step_s, added_s)
+
+
+_Held = tuple[Layout, torch.dtype, tuple[tuple[int, ...], ...]]
+"""How a parameter is held: its layout, its dtype, and the unit ranks of other stages that hold it.
+"""
+
+
+def _held(declaration: Declaration, elsewhere: tuple[tuple[int, ...], ...]) -> _Held:
+    return declaration.layout, declaration.value.dtype, elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message that the gradient of a parameter is a part of: the bytes of all of it, and the part
+    of its latency that the parameter pays (``None``: as large a part as of its bytes).
+    """
+
+    num_bytes: float
+    latency_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +279,40 @@ class _Where:
     ranks: tuple[int, ...]
     num_sums: int
     optimizer: OptimizerMemory
+    model_bytes: float
 
-    def sync(self, declaration: Declaration, elsewhere: Sequence[tuple[int, ...]]) -> ParameterSync:
+    def messages(self, counts: Mapping[_Held, int]) -> dict[_Held, _Message]:
+        """The messages of all parameters of a rank. ``counts``: how many are held in each way."""
+        kinds: dict[_Held, Hashable] = {}
+        sizes = Counter[Hashable]()
+        for held, count in counts.items():
+            layout, dtype, elsewhere = held
+            # What gradients agree in that share buckets (``dealing.Entry``).
+            group = sum_group(layout, self.mesh, self.config, elsewhere)
+            kinds[held] = group, dtype, num_pieces(layout, self.mesh, self.optimizer) > 1
+            wide = self.settings.gradient_dtype(dtype)
+            sizes[kinds[held]] += count * local_bytes(layout, wide, self.mesh)
+        cap = self.settings.bucket_cap_bytes
+        return {held: _Message(min(sizes[kind], cap)) for held, kind in kinds.items()}
+
+    def message_of_model(self, value: IRValue) -> _Message:
+        """The message of a parameter, where it is not known how others of the model lie."""
+        if self.bucket_bytes < self.model_bytes or not self.model_bytes:
+            return _Message(self.bucket_bytes)
+        whole = all_gradients_bytes(self.config, [value])
+        return _Message(self.model_bytes, whole / self.model_bytes)
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The most bytes in a bucket, if the whole model lay in buckets together."""
+        return min(self.settings.bucket_cap_bytes, self.model_bytes)
+
+    def sync(
+        self,
+        declaration: Declaration,
+        elsewhere: Sequence[tuple[int, ...]],
+        message: _Message,
+    ) -> ParameterSync:
         """What one parameter sends. ``elsewhere``: the unit ranks of other stages that hold it."""
         value, layout, config, settings = (
             declaration.value,
@@ -252,11 +332,12 @@ class _Where:
             ranks_of_units(ranks, pieces, config.plan_ngpus) for ranks in (self.ranks, *elsewhere)
         )
         wide, narrow = settings.gradient_dtype(value.dtype), value.dtype
-        cap, groups = settings.bucket_cap_bytes, settings.num_groups if settings.stage else 1
+        cap, groups = message.num_bytes, settings.num_groups if settings.stage else 1
         seconds = partial(
             reduction_s, layout, mesh=held, ranks=places, hardware=self.hardware,
             num_units=config.num_units // pieces,
             unit_size=config.plan_ngpus * pieces, elsewhere=others,
+            latency_share=message.latency_share,
         )  # fmt: skip
         across_s = gather_s = 0.0
         if settings.scatters:
@@ -288,7 +369,12 @@ class _Where:
         return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, group, is_apart, exchange)
 
     def _exchange(
-        self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int, shards: int
+        self,
+        declaration: Declaration,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        units: int,
+        shards: int,
     ) -> Exchange:
         """The exchange of one parameter, which lies on ``mesh`` over ``units`` units at a time.
 
@@ -306,27 +392,13 @@ class _Where:
         summed = summed_dtype(settings, dtype, shards)
         return exchange_of(
             layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
-            unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes,
+            unit_size=config.plan_ngpus * units, bucket_bytes=self.bucket_bytes,
             num_shards=shards,
         )  # fmt: skip
 
 
-def with_full_buckets(config: ComputeConfig, parameters: Iterable[IRValue]) -> ComputeConfig:
-    """The config with buckets of gradients no larger than all gradients of the model together,
-    which are packed as before. Each parameter pays its share of a full bucket, and so all of a
-    small model's pay for the one message that they are in.
-
-    A rank that holds a piece of each parameter pays for as large a part of a message.
-    """
-    if config.inference_only:
-        return config
-    all_mb = all_gradients_mb(config, parameters)
-    cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
-    return config.with_bucket_cap(all_mb) if 0 < all_mb < cap_mb else config
-
-
-def all_gradients_mb(config: ComputeConfig, parameters: Iterable[IRValue]) -> float:
-    """MiB of the gradients of these parameters, whole, as they are summed."""
+def all_gradients_bytes(config: ComputeConfig, parameters: Iterable[IRValue]) -> float:
+    """The bytes of the gradients of these parameters, whole, as they are summed."""
     settings = ReductionSettings.of(config, config.num_units)
     sizes = {
         value.fqn: math.prod(estimated_size(size) for size in value.shape)
@@ -334,7 +406,7 @@ def all_gradients_mb(config: ComputeConfig, parameters: Iterable[IRValue]) -> fl
         for value in parameters
         if value.requires_grad
     }
-    return sum(sizes.values()) / 2**20
+    return sum(sizes.values())
 
 
 def accumulated_bytes(
@@ -370,12 +442,14 @@ def parameter_s(
     optimizer: OptimizerMemory,
     ranks: tuple[int, ...],
     num_microbatches: int,
+    model_bytes: float,
 ) -> tuple[float, float]:
     """The seconds that the gradient and the update of one parameter take, per microbatch and at the
     end of the step.
 
     ``ranks``: ranks of the unit. If they are fewer than the unit has, they are those of a pipeline
-    stage, which adds up whole gradients whatever ZeRO does with them at the end.
+    stage, which adds up whole gradients whatever ZeRO does with them at the end. ``model_bytes``:
+    :func:`all_gradients_bytes` of the model that it is a part of.
     """
     # A stage adds to its gradients in every backward action, which a schedule places itself. So the
     # reduction is asked about one microbatch, and the additions are counted apart.
@@ -388,6 +462,8 @@ def parameter_s(
         optimizer,
         ranks,
         num_microbatches=1 if staged else num_microbatches,
+        model_bytes=model_bytes,
+        alone=True,
     )
     added_s = found.accumulation_s
     if staged and found.parameters:

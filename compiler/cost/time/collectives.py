@@ -92,6 +92,21 @@ def rows_collective_s(hardware: Hardware, kind: str, num_bytes: float, rows: Ids
     return _seconds(_pattern_lines(hardware.network, kind, rows), num_bytes)
 
 
+def rows_line(hardware: Hardware, kind: str, num_bytes: float, rows: Ids) -> Line:
+    """The seconds of :func:`rows_collective_s` as a line: what no byte takes, and what each of
+    ``num_bytes`` adds.
+
+    The slowest groups are those for ``num_bytes``, at both ends of the line. They take the cheapest
+    of several algorithms for each size, so that no message of fewer bytes takes less than the line.
+    """
+    patterns = _pattern_lines(hardware.network, kind, rows)
+    seconds, latency_s = max(
+        ((_seconds((lines,), num_bytes), _seconds((lines,), 0.0)) for lines in patterns),
+        default=(0.0, 0.0),
+    )
+    return latency_s, (seconds - latency_s) / num_bytes
+
+
 def axes_collective_s(
     hardware: Hardware,
     kind: str,

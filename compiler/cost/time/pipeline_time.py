@@ -21,6 +21,7 @@ from shardwright.compiler.cost.time.after_backward import (
     Reduction,
     accumulated_bytes,
     accumulation_s,
+    all_gradients_bytes,
 )
 from shardwright.compiler.cost.time.body_time import BodyTime, body_time
 from shardwright.compiler.cost.time.call_times import OperatorTimes
@@ -178,9 +179,11 @@ class _Position:
         stages = tuple(program.stages_of(ranks[0]))
         shared = program.holders_elsewhere(ranks)
         mesh = program.programs[stages[0]].plan.storage_mesh
+        used = (value for part in program.programs for value in part.graph.used_parameters)
         reduction = Reduction.of(
-            program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared
-        )
+            program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared,
+            model_bytes=all_gradients_bytes(config, used),
+        )  # fmt: skip
         # Asynchronous sums begin stage by stage, so the parameters of each are told.
         settings = ReductionSettings.of(config, config.num_units)
         names = {

@@ -14,8 +14,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.compiler.cost.time.after_backward import Reduction
-from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, ends_s, simulate
@@ -25,6 +23,7 @@ from shardwright.policies.autodist.stages.block_costs import BlockCosts
 from shardwright.policies.autodist.stages.boundaries import Boundary, Messages
 from shardwright.policies.autodist.stages.split_chain import Split, Stage
 from shardwright.policies.autodist.stages.stage_costs import StageCosts
+from shardwright.policies.autodist.stages.step_ends import StepEnds
 from shardwright.policies.autodist.stages.walk import Setting
 
 
@@ -47,7 +46,7 @@ class Prediction:
         as long, that is the answer.
         """
         if self.cut_request.num_stages == 1:
-            return split.cost_s
+            return split.cost_s + self._more_at_end_s(split, self._ranks(split))[0]
         # The first device of each stage.
         devices = [0]
         for stage in split.stages:
@@ -77,8 +76,8 @@ class Prediction:
         else:
             line = simulate(self.schedule, times, transfers, machines=machines)
             ends = [spans[-1].end_s for spans in line.spans]
-        # What a position does once: sums of shared parameters, and those of its own stages.
-        once = self._shared_s(split, ranks)
+        # What a position does once, after its last action.
+        once = self._more_at_end_s(split, ranks)
         for index, stage in enumerate(split.stages):
             once[self.schedule.placement[index]] += float(
                 self.tables[stage.placement].once_s[stage.start, stage.stop]
@@ -96,15 +95,15 @@ class Prediction:
 
     def messages_s(self, split: Split, longest_s: float) -> float:
         """What positions send one another adds to a step at most, if no message takes more than
-        ``longest_s``: all messages of the chain of actions that has most, and sums of parameters
-        that several positions hold.
+        ``longest_s``: all messages of the chain of actions that has most, and what each position
+        waits for at its end.
         """
         num_stages = self.cut_request.num_stages
         times = [StageTimes(0.0, 0.0, 0.0, 0.0)] * num_stages
         pairs = itertools.pairwise(range(num_stages))
         transfers = {way: longest_s for pair in pairs for way in (pair, pair[::-1])}
-        shared_s = self._shared_s(split, self._ranks(split))
-        return max(ends_s(self.schedule, times, transfers)) + max(shared_s)
+        ends_more_s = self._more_at_end_s(split, self._ranks(split))
+        return max(ends_s(self.schedule, times, transfers)) + max(0.0, *ends_more_s)
 
     def _busiest_s(self, times: Sequence[StageTimes]) -> float:
         """What the position that has most to do takes for it, without waiting."""
@@ -214,42 +213,24 @@ class Prediction:
             else None
         )
 
-    def _shared_s(self, split: Split, ranks: Sequence[tuple[int, ...]]) -> list[float]:
-        """What gradients of shared parameters take longer on each position: those of parameters
-        that other positions with the same mesh hold, too.
-        """
-        found = [0.0] * len(ranks)
-        if len(self.cut_request.placements) > 1:
-            return found
-        edges = [*(self.starts[stage.start] for stage in split.stages), float("inf")]
-        position_of = self.schedule.placement
-        # A parameter that several positions hold is summed over all of them.
-        for held in self.cut_request.placements[0].walk.parameters:
-            if held.declaration is None or len(held.places) == 1:
-                continue
-            # The stages that read it: the last stage that begins at or before each place.
-            stages = {
-                max(i for i, edge in enumerate(edges[:-1]) if edge <= place)
-                for place in held.places
-            }
-            positions = list(dict.fromkeys(position_of[stage] for stage in sorted(stages)))
-            for own in positions if len(positions) > 1 else ():
-                others = [ranks[other] for other in positions if other != own]
-                # Only what it takes longer, as its sum within the position is in the stage's time
-                # already.
-                found[own] += self._reduced_s(
-                    held.declaration, ranks[own], others
-                ) - self._reduced_s(held.declaration, ranks[own])
-        return found
+    def _more_at_end_s(self, split: Split, ranks: Sequence[tuple[int, ...]]) -> list[float]:
+        """What the end of a step takes longer on each position than its stages count."""
+        stages = split.stages
+        on = self.schedule.placement if len(stages) > 1 else (0,)
+        num_places = len(self.cut_request.placements[0].walk.program.graph.ops)
+        starts = [*(self.starts[stage.start] for stage in stages), num_places]
+        places: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        for position, edges in zip(on, itertools.pairwise(starts), strict=True):
+            places[position].append(edges)
+        if len(self._ends) == 1:
+            return self._ends[0].more_s(ranks, places)
+        # With several placements each position has one stage, and no two hold a parameter.
+        chosen = dict(zip(on, (stage.placement for stage in stages), strict=True))
+        return [
+            self._ends[chosen[position]].more_s([own], [places[position]])[0]
+            for position, own in enumerate(ranks)
+        ]
 
-    def _reduced_s(
-        self,
-        declaration: Declaration,
-        ranks: tuple[int, ...],
-        others: Sequence[tuple[int, ...]] = (),
-    ) -> float:
-        setting, mesh = self._setting, self.cut_request.placements[0].walk.storage_mesh
-        shared = {declaration.value.fqn or "": others}
-        return Reduction.of(
-            [declaration], mesh, setting.config, setting.hardware, setting.optimizer, ranks, shared
-        ).total_s
+    @cached_property
+    def _ends(self) -> list[StepEnds]:
+        return [StepEnds(lowered.walk) for lowered in self.cut_request.placements]

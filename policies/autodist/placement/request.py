@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.time.after_backward import all_gradients_bytes
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.placement.constraints import Constraints
@@ -53,6 +55,11 @@ class PlacementRequest:
     deadline: float = float("inf")
     hurried: bool = False
     hides_gathers: bool = False
+
+    @cached_property
+    def gradients_bytes(self) -> float:
+        """The bytes of all gradients of the graph, whole, as they are summed."""
+        return all_gradients_bytes(self.config, self.graph.used_parameters)
 
     @property
     def hidden_share(self) -> float:

@@ -150,6 +150,7 @@ def _storage(
                 request.optimizer,
                 request.ranks,
                 request.microbatches,
+                request.gradients_bytes,
             )
             cost[index] += request.microbatches * each_s + once_s
             state = kept_bytes(request.optimizer, layout, value.dtype, mesh, config)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.after_backward import all_gradients_mb
+from shardwright.compiler.cost.time.after_backward import all_gradients_bytes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
@@ -127,7 +127,7 @@ def _with_larger_buckets(request: Request) -> Iterator[Choice]:
     if config.inference_only:
         return
     cap_mb = ReductionSettings.of(config, config.num_units).bucket_cap_mb
-    all_mb = all_gradients_mb(config, request.graph.used_parameters)
+    all_mb = all_gradients_bytes(config, request.graph.used_parameters) / 2**20
     sizes = {min(times * cap_mb, float(math.ceil(all_mb))) for times in (4, 16)}
     for size in sorted(sizes) if cap_mb < all_mb else ():
         asked = replace(request, config=config.with_bucket_cap(size))

@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.cost.time.after_backward import Reduction, all_gradients_bytes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
@@ -131,7 +131,9 @@ def most_summed_s(graph: PlannableGraph, mesh: Mesh, setting: Setting) -> float:
             )
         found = Reduction.of(
             whole, mesh.over_units(zero), config, setting.hardware, setting.optimizer,
-            setting.ranks, num_microbatches=setting.num_microbatches,
+            setting.ranks,
+            num_microbatches=setting.num_microbatches,
+            model_bytes=all_gradients_bytes(config, graph.used_parameters), alone=True,
         )  # fmt: skip
         for name, sync in found.parameters.items():
             seconds = found.num_sums * sync.sum_s + sync.across_s + sync.gather_s

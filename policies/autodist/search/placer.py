@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.amounts import amount
@@ -72,8 +71,7 @@ class Placer:
         pricings: Pricings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.config = with_full_buckets(config, graph.used_parameters)  # as audits have it
-        self.graph, self.options = graph, options
+        self.graph, self.config, self.options = graph, config, options
         self.hardware, self.times = hardware, times
         self._clock = clock or Clock(options.time_limit_s)
         self._optimizer = options.optimizer_memory

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ops.rule import ATTENTION
@@ -101,8 +100,7 @@ class SearchState:
         clock: Clock,
         alarm: Alarm | None = None,
     ) -> None:
-        self.config = with_full_buckets(config, graph.used_parameters)  # as audits have it
-        self.graph, self.hardware = graph, hardware
+        self.graph, self.config, self.hardware = graph, config, hardware
         self.space, self.place = space, place
         self.optimizer, self.times, self.clock = optimizer, times, clock
         self.alarm = alarm or Alarm()

@@ -156,7 +156,6 @@ def _once_s(declaration: Declaration, walk: Walk) -> float:
     setting = walk.setting
     each_s, once_s = parameter_s(
         declaration, walk.storage_mesh, setting.config, setting.hardware, setting.optimizer,
-        setting.ranks,
-        setting.num_microbatches,
+        setting.ranks, setting.num_microbatches, walk.gradients_bytes,
     )  # fmt: skip
     return setting.num_microbatches * each_s + once_s

@@ -25,7 +25,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
     kept_bytes,
 )
 from shardwright.compiler.cost.time.adapter_time import message_s, movement_of, step_time
-from shardwright.compiler.cost.time.after_backward import parameter_s
+from shardwright.compiler.cost.time.after_backward import all_gradients_bytes, parameter_s
 from shardwright.compiler.cost.time.backward_parts import parts_of_operator
 from shardwright.compiler.cost.time.body_time import gathers_and_work
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
@@ -124,6 +124,11 @@ class Walk:
         # Worked out once for all that is computed again: most of what a walk takes.
         found.__dict__.update({name: getattr(self, name) for name in ALIKE})
         return found
+
+    @cached_property
+    def gradients_bytes(self) -> float:
+        """The bytes of all gradients of the program, whole, as they are summed."""
+        return all_gradients_bytes(self.setting.config, self.program.graph.used_parameters)
 
     @cached_property
     def by_place(self) -> tuple[tuple[int, Step], ...]:
@@ -426,8 +431,7 @@ class Walk:
             held, shared = (num_bytes + gradient + kept(num_stages) for num_stages in (1, 2))
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer,
-                setting.ranks,
-                setting.num_microbatches,
+                setting.ranks, setting.num_microbatches, self.gradients_bytes,
             )  # fmt: skip
             known[alike] = held, shared, each_s, once_s, gradient
             yield Held(places, *known[alike], declaration)

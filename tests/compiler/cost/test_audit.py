@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardwright.compiler.cost.local_calls import local_bytes, local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier, load_hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.time.adapter_time import reduction_s, step_time
-from shardwright.compiler.cost.time.after_backward import all_gradients_mb
+from shardwright.compiler.cost.time.after_backward import all_gradients_bytes
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.cost.time.operator_time import op_time, optimizer_s
@@ -90,9 +91,12 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
     program = found.program
     assert isinstance(program, Program)
     mesh, ranks, total = program.plan.mesh, tuple(range(plan)), 0.0
-    # No bucket is larger than all gradients.
-    values = [held.value for held in program.declarations]
-    bucket_bytes = all_gradients_mb(config, values) * 2**20
+    # All gradients that are summed over the same ranks are one message.
+    bucket_bytes = Counter[tuple[str, ...]]()
+    for held in program.declarations:
+        if held.value.kind is ValueKind.PARAMETER:
+            size = local_bytes(held.layout, held.value.dtype, mesh)
+            bucket_bytes[held.layout.grad_partial] += size
     for step in program.body:
         if isinstance(step, Adapt):
             gradient = step.of.requires_grad
@@ -106,7 +110,7 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
             layout, dtype = declaration.layout, declaration.value.dtype
             total += reduction_s(
                 layout, dtype, mesh, ranks, HARDWARE,
-                num_units=config.num_units, bucket_bytes=bucket_bytes,
+                num_units=config.num_units, bucket_bytes=bucket_bytes[layout.grad_partial],
             )  # fmt: skip
             num_bytes = local_bytes(layout, dtype, mesh)
             total += optimizer_s(num_bytes, 2 * num_bytes, HARDWARE)
@@ -126,7 +130,7 @@ def test_gradients_of_a_small_model_pay_for_a_whole_message() -> None:
     hardware = load_hardware("h100", 512)
     found, config = compiled("dp", 1, 512)
     assert isinstance(found.program, Program)
-    num_bytes = 2**20 * all_gradients_mb(config, found.program.graph.used_parameters)
+    num_bytes = all_gradients_bytes(config, found.program.graph.used_parameters)
     message_s = collective_s(hardware, "all_reduce", num_bytes, range(512))
     seconds = audit(found.program, config, hardware).ranks[0].comm_s["units gradients"]
     assert message_s < seconds < message_s + hardware.device.memory_s(4 * num_bytes)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
@@ -147,11 +148,27 @@ def test_of_weights_in_pieces(recompute: tuple[str, ...], tmp_path: Path) -> Non
     assert counted["backward"] == (head if recompute else block + head)
 
 
+def only_latency(num_devices: int) -> Hardware:
+    """Links of which each hop takes a second, and bytes nothing."""
+    machine = load_hardware("a100-80gb", num_devices)
+    tiers = tuple(
+        replace(
+            tier, latency_s=1.0, bytes_per_s=1e30, kinds={},
+            uplink_bytes_per_s=None, fabric_bytes_per_s=None,
+        )
+        for tier in machine.tiers
+    )  # fmt: skip
+    device = replace(machine.device, bytes_per_s=1e30)
+    return replace(machine, device=device, tiers=tiers, late_s=0.0)
+
+
 @pytest.mark.parametrize(
     "zero", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))]
 )
 def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
-    """Two stages of two ranks each, two units."""
+    """Two stages of two ranks each, two units. Every gradient of a rank lies in one of few
+    messages, and the rank waits for each of them.
+    """
     options = {"num_microbatches": 2, "tp": 2, "num_stages": 2}
     zeros = {"use_zero": zero, "zero_use_reduce_scatter": True} if zero else {}
     config = ComputeConfig(
@@ -163,23 +180,33 @@ def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
     )
     plans.write(tmp_path, compiled, entry.build())
 
-    def on_rank(rank: int) -> Counter[str]:
+    # Beside what is scattered, the flags of what has gradients go to all ranks.
+    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
+    waiting = only_latency(8)
+
+    def on_rank(rank: int) -> tuple[Counter[str], float]:
         module = load_class(tmp_path)()
         optimizer = build_optimizer(module, adamw, config)
         with count_communication() as volume:
             module.train_step([entry.inputs()] * 2)
             optimizer.step()
         counted: Counter[str] = Counter()
+        waited_s = 0.0
         for key, found in volume.items():
             counted[f"{key.phase} {key.axis} {key.collective}"] += found.num_bytes
-        return counted
+            if key.phase == "gradients" and key.collective in kinds:
+                group = range(2 ** len(key.axis.split("+")))  # two ranks along each axis
+                waited_s += found.calls * collective_s(waiting, key.collective, 0.0, group)
+        return counted, waited_s
 
     with float64_casts():
-        counted = run_ranks(8, on_rank)
+        counted, waited = zip(*run_ranks(8, on_rank), strict=True)
+    for rank, found in enumerate(audit(compiled.program, config, waiting).ranks):
+        sums = {name: s for name, s in found.comm_s.items() if name.endswith(" gradients")}
+        assert sum(sums.values()) == pytest.approx(waited[rank], rel=1e-6), rank
     cost = audit(compiled.program, config, load_hardware("cpu", 8))
     told, seen = cost.ranks[0].comm_bytes, counted[0]
     assert told["tp all_reduce"] == seen["forward tp all_reduce"] + seen["backward tp all_reduce"]
-    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
     summed = sum(
         seen[f"gradients {over} {kind}"] for over in ("units", "stages+units") for kind in kinds
     )

@@ -78,8 +78,9 @@ def test_parameters_that_are_alike_are_priced_once(monkeypatch: pytest.MonkeyPat
         declarations = [d for d in program.declarations if (d.value.fqn or "").startswith(names)]
         mesh = program.plan.storage_mesh
         return Reduction.of(
-            declarations, mesh, config, HARDWARE, OptimizerMemory(), num_microbatches=2
-        )
+            declarations, mesh, config, HARDWARE, OptimizerMemory(),
+            num_microbatches=2, model_bytes=1e6, alone=True,
+        )  # fmt: skip
 
     layer = of("0")
     assert len(priced) == 2  # a weight and a bias

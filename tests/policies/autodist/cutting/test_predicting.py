@@ -15,7 +15,6 @@ from plans import zoo_graph
 
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.time.after_backward import with_full_buckets
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.outputs import output_wishes
@@ -45,7 +44,6 @@ def cut_request_for(
     graph, inner = zoo_graph(name), mesh_of(mesh)
     size = inner.size * num_positions
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_end2end=True, outputs="loss")
-    config = with_full_buckets(config, graph.used_parameters)
     hardware, ranks = (
         slow_machine(size, bytes_per_s=rate),
         position_ranks(inner, num_positions, 0)[0],
@@ -158,7 +156,9 @@ def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
 def test_no_cut_gains_more_than_messages_where_these_are_faster(
     named_schedule: NamedSchedule,
 ) -> None:
-    """The pipeline axis stands inside of nodes, and operators are as fast."""
+    """The pipeline axis stands inside of nodes, and operators are as fast. Sums of gradients, which
+    then go between nodes, are not: only on the slowest links is the step shorter.
+    """
     cut_request, _ = cut_request_for("gpt2", "2", 1e6, 2)
     (lowered,) = cut_request.placements
     for rate in (1e2, 1e4):
@@ -177,7 +177,8 @@ def test_no_cut_gains_more_than_messages_where_these_are_faster(
         outermost, inside = found
         assert isinstance(outermost, Candidate) and isinstance(inside, Candidate)
         least_s = outermost.predicted_s - outermost.messages_s
-        assert least_s <= inside.predicted_s * (1 + 1e-9) < outermost.predicted_s
+        assert least_s <= inside.predicted_s * (1 + 1e-9)
+        assert rate > 1e2 or inside.predicted_s < outermost.predicted_s
 
 
 @pytest.mark.parametrize("named_schedule", [ZERO_BUBBLE, INTERLEAVED], ids=str)

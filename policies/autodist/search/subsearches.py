@@ -174,8 +174,8 @@ class Subsearches:
         Each audits only what is predicted to be about as good as the best so far. One is not begun
         if less time is left than the quickest so far took. Where the limit is over and no plan is
         known, the last ones are begun first, as most ranks and the smallest microbatches need least
-        memory; and none after the overtime of a search. Those that their shares have ended run once
-        more in what all have left, the one with the best plan first.
+        memory: one of them in any case, others in the overtime of a search. Those that their shares
+        have ended run once more in what all have left, the one with the best plan first.
         """
         # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
@@ -220,7 +220,7 @@ class Subsearches:
             # Why it was not begun is told with the other refusals.
             if is_interrupted():
                 not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the search had ended"
-            elif is_over and clock.is_over:
+            elif is_over and clock.is_over and len(results) > 1:
                 not_begun[subsearch.title] = f"{NOT_SEARCHED}, as the time limit was over"
             elif left_s() <= quickest_s and best_s() < math.inf:
                 not_begun[subsearch.title] = (

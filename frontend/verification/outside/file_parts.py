@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from shardwright.frontend.verification.outside.unread_weights import declared_name
+from shardwright.frontend.verification.outside.unread_weights import BLOCK, declared_name
 from shardwright.frontend.verification.outside.written import (
     NUMBERS,
     OF_AN_AXIS,
@@ -77,7 +77,7 @@ class FileParts:
             part
             for name in declared
             for end in ends(name)
-            for part in (f"block.{path}" for path in beginnings(end))
+            for part in (f"{BLOCK}{path}" for path in beginnings(end))
         }
         self.axes = [*self._find_axes()]
         self.inputs = dims_of_inputs(nodes)

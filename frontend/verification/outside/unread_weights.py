@@ -29,6 +29,9 @@ from shardwright.frontend.verification.outside.effects import effective, reads_o
 from shardwright.frontend.verification.outside.one_program import text_of
 from shardwright.runtime.manifest import code_file
 
+BLOCK = "<block>."
+"""How a path below the argument ``block`` begins. A model may have a module of that name."""
+
 _CALLED = re.compile(r"forward|stage\d+(_eval)?|output(_eval)?")
 """The methods that the runtime calls."""
 
@@ -90,8 +93,8 @@ class _File:
         for name, nodes in self._run().items():
             for node in nodes:
                 path = path_of(node)
-                if path.startswith("block."):
-                    inside[name].add(path.removeprefix("block."))
+                if path.startswith(BLOCK):
+                    inside[name].add(path.removeprefix(BLOCK))
                 elif path:
                     found |= set(self._numbered(path, node))
                 if isinstance(node, ast.Call):
@@ -131,7 +134,7 @@ def path_of(node: ast.AST) -> str:
 
         self.h[0].norm.weight   h.0.norm.weight
         self.h[layer]           h.{layer}
-        block["odd name"]       block.odd name
+        block["odd name"]       <block>.odd name
     """
     match node:
         case ast.Call(func=ast.Attribute(attr="weights"), args=[ast.Constant(value=str(path))]):
@@ -145,7 +148,7 @@ def path_of(node: ast.AST) -> str:
         case _:
             return ""
     if isinstance(value, ast.Name):
-        return {"self": part, "block": f"block.{part}"}.get(value.id, "")
+        return {"self": part, "block": f"{BLOCK}{part}"}.get(value.id, "")
     front = path_of(value)
     return f"{front}.{part}" if front else ""
 

@@ -505,7 +505,7 @@ def test_what_searches_leave_of_their_shares_is_for_those_that_need_more(num_lef
     found = variants_of(config_of(1, 2)).search(one, 80.0)
     again = [(stage, others) for stage, _, others in given[4:]]
     assert again == [(1, 1.0), (0, 1.0)]
-    assert [limit for _, limit, _ in given[4:]] == pytest.approx([40.0, 80.0], rel=0.05)
+    assert [limit for _, limit, _ in given[4:]] == pytest.approx([80.0 * 2 / 3, 80.0], rel=0.05)
     assert [candidate.plan.zero_stage for candidate in found.audited] == [1, 3, 0, 2]
     assert [title for title, why in found.refused.items() if why == "again"] == (
         ["dp=2, no ZeRO", "dp=2, ZeRO-1"] if num_left < 4 else []

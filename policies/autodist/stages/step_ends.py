@@ -49,8 +49,9 @@ class StepEnds:
     def _more_s(
         self, ranks: Ranks, places: Sequence[Places], elsewhere: Mapping[int, tuple[Ranks, ...]]
     ) -> float:
-        counts = sum(self._before[stop] - self._before[start] for start, stop in places)
-        counted_s = float(counts @ self._kinds_s)
+        before, kinds_s = self._by_kind
+        counts = sum(before[stop] - before[start] for start, stop in places)
+        counted_s = float(counts @ kinds_s)
         for number in elsewhere:
             counted_s += self._num_readers(number, places) * self._trained[number].once_s
         key = ranks, counts.tobytes(), tuple(elsewhere.items())
@@ -111,14 +112,6 @@ class StepEnds:
         for place, kind_number in read:
             counts[place + 1, kind_number] += 1
         return counts.cumsum(axis=0), np.array(seconds)
-
-    @property
-    def _before(self) -> Array:
-        return self._by_kind[0]
-
-    @property
-    def _kinds_s(self) -> Array:
-        return self._by_kind[1]
 
     @cached_property
     def _known(self) -> dict[Hashable, float]:

@@ -76,7 +76,7 @@ def replacement(names: Iterable[Name]) -> tuple[str, Any] | None:
     for owner, name in names:
         function = getattr(owner, name, None)
         if not _belongs(owner, name, function):
-            return f"{_TITLES[owner]}.{name}", function
+            return f"{TITLES[owner]}.{name}", function
     return None
 
 
@@ -89,7 +89,7 @@ def name_of(function: Any) -> Name | None:
     return None
 
 
-_TITLES = {place.owner: place.title for place in _PLACES}
+TITLES = {place.owner: place.title for place in _PLACES}
 
 
 @contextmanager

@@ -14,8 +14,10 @@ The compiler writes nothing of the kind. So a file is held to what the compiler 
 - A condition asks ``self.training`` or ``self.trains``.
 - A loop runs over ``range`` of numbers, or over constants.
 - Names of Python are ``range``, ``float`` and a few more, but not ``getattr``. Those of torch are
-  operators of our tables, and dtypes. Of ``self`` come weights, methods of the class, and what the
-  compiler calls. Imports are of torch, ``math``, the runtime, and modules of the model.
+  dtypes, and operators: those of our tables under any name, and others that make tensors of
+  tensors. Of ``self`` come weights, methods of the class, and what the compiler calls. Imports are
+  of torch, ``math``, the runtime, and modules of the model.
+- No tensor is changed in place.
 - A tensor is asked for operators only, as in ``x.view(8, 4)``, but not for ``x.shape`` or
   ``x.data_ptr()``. ``x.size(1)`` names a size of an input that varies from call to call, which all
   ranks see alike.
@@ -35,6 +37,7 @@ import ast
 import builtins
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 
 from shardwright.compiler.codegen.file_names import BUILTINS
 from shardwright.frontend.verification.outside.file_parts import (
@@ -52,6 +55,7 @@ from shardwright.frontend.verification.outside.written import (
     IMPORTS,
     IN_WORDS,
     KINDS,
+    METHOD,
     MODULES,
     OF_AN_AXIS,
     OURS,
@@ -60,11 +64,23 @@ from shardwright.frontend.verification.outside.written import (
     SIZES,
     TAKE_SIZES,
     TELL_THE_RANK,
+    full_name,
+    is_in_place,
     is_taken,
+    makes_tensors,
     operators,
     torch_names,
 )
 from shardwright.runtime.manifest import code_file
+
+IN_PLACE = "changes a tensor in place, and other names may mean its memory, too"
+"""What is said of ``x.add_(1)``, and of ``torch.add(x, 1, out=x)``."""
+
+NO_OPERATOR = (
+    "so the checks do not know what it does: put it into a function of the model, and register "
+    "that (docs/register-op.md)"
+)
+"""What is said of functions of torch that no table has."""
 
 
 def goes_by_rank(source: str, rank: int) -> tuple[str, ...]:
@@ -78,6 +94,11 @@ def goes_by_rank(source: str, rank: int) -> tuple[str, ...]:
 
 class _Statements(FileParts):
     """The statements of a file, and what is said of them."""
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """The names of torch that files of the compiler have."""
+        return operators() | torch_names()
 
     def questions(self) -> Iterator[tuple[ast.stmt, str]]:
         """The statements that go by the rank, and what is said of each."""
@@ -136,6 +157,12 @@ class _Statements(FileParts):
                 return f"`{ast.unparse(node)}`: the compiler gives values to variables only"
             case ast.Attribute():
                 return self._of_attribute(node)
+            case ast.keyword(arg="out" | "inplace" as word, value=value):
+                call = self.parents[node]
+                assert isinstance(call, ast.Call), "a class with keywords"
+                changes = not isinstance(value, ast.Constant) or bool(value.value)
+                if changes and not self.is_brought(call):
+                    return f"`{ast.unparse(call.func)}(..., {word}=...)` {IN_PLACE}"
         return ""
 
     def _of_import(self, node: ast.Import | ast.ImportFrom) -> str:
@@ -146,6 +173,8 @@ class _Statements(FileParts):
         first = module.partition(".")[0]
         if first == "shardwright" and isinstance(node, ast.ImportFrom):
             is_written = module.removeprefix("shardwright.runtime.") in RUNTIME
+        elif text == f"import {module}" and first == "torch":
+            is_written = True  # what is used of it is asked about
         elif first in OURS or any(name.asname or name.name == "*" for name in node.names):
             is_written = text in IMPORTS
         elif first in sys.stdlib_module_names:
@@ -200,11 +229,12 @@ class _Statements(FileParts):
         if is_of_python and node.id not in BUILTINS:
             return f"the compiler writes no `{node.id}`"
         # Operators that a model brings along are not looked into.
-        of_module = whole.partition(".")[2]
-        is_custom = of_module.startswith("ops.") and not of_module.startswith("ops.aten.")
-        is_known = of_module in operators() | torch_names() or is_custom
+        is_custom = whole.startswith("torch.ops.") and not whole.startswith("torch.ops.aten.")
+        is_known = self._is_known(full_name(whole)) or is_custom
         if self.is_module(node) and node.id in {"torch", "F"} and not is_known:
-            return f"the compiler writes no `{whole}`"
+            if is_in_place(whole):
+                return f"`{whole}` {IN_PLACE}"
+            return f"the compiler knows no operator `{whole}`, {NO_OPERATOR}"
         return ""
 
     def _of_attribute(self, node: ast.Attribute) -> str:
@@ -226,12 +256,19 @@ class _Statements(FileParts):
         is_called = isinstance(call := self.parents[node], ast.Call) and call.func is node
         if is_called and node.attr == "size" and self.is_size_of_input(call):
             return ""
-        if is_called and node.attr in {*operators(), "append"}:
+        if is_called and (node.attr == "append" or self._is_known(f"{METHOD}{node.attr}")):
             return ""
         text = f"{text}(...)" if is_called else text
+        if is_called and is_in_place(node.attr):
+            return f"`{text}` {IN_PLACE}"
         if node.attr in {"shape", "size", "numel"}:
             return f"`{text}`: the size of a piece may differ from rank to rank"
         return f"`{text}`: the compiler asks no value for its `{node.attr}`"
+
+    def _is_known(self, name: str) -> bool:
+        """Whether it is a name of torch that a file may use: of an operator, or of a dtype."""
+        is_hidden = name.rpartition(".")[2].startswith("_")
+        return name in self.known or (not is_hidden and makes_tensors(name))
 
     def _is_required(self, node: ast.AST) -> bool:
         """Whether a condition is one that ``self.require`` holds a call to."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from shardwright.frontend.verification.outside.unread_weights import BLOCK, declared_name
+from shardwright.frontend.verification.outside.unread_weights import BLOCK, LAYER, declared_name
 from shardwright.frontend.verification.outside.written import (
     NUMBERS,
     OF_AN_AXIS,
@@ -70,7 +70,7 @@ class FileParts:
             if not is_read(name) and not isinstance(self.scope(name), ast.FunctionDef)
         }
         declared = [*self.declared(nodes)]
-        # What stands below ``self``, down to a weight, and below a block of it, with # for numbers.
+        # What stands below ``self``, down to a weight, and below a block of it, without numbers.
         self.of_self = {*OF_SELF, *(method.name for method in self.methods)}
         self.of_self |= {part for name in declared for part in beginnings(name)}
         self.of_block = {
@@ -122,7 +122,7 @@ class FileParts:
         return None
 
     def declared(self, nodes: list[ast.AST]) -> Iterator[str]:
-        """The paths below ``self`` of what a file declares, with # for the numbers of layers."""
+        """The paths below ``self`` of what a file declares, without the numbers of layers."""
         kinds = {"self.parameter": "", "self.buffer": "", "self.constant": ""}
         kinds["self.random_function"] = "random."
         for node in nodes:
@@ -263,9 +263,8 @@ def dims_of_inputs(nodes: list[ast.AST]) -> Mapping[str, list[str]]:
 
 
 def numberless(path: str) -> str:
-    """A path with # for the numbers of layers: ``blocks.#.norm.weight``."""
-    parts = path.split(".")
-    return ".".join("#" if part == "{layer}" or part.isdecimal() else part for part in parts)
+    """A path that has one word for all numbers of layers: ``blocks.{layer}.norm.weight``."""
+    return ".".join(LAYER if part.isdecimal() else part for part in path.split("."))
 
 
 def beginnings(path: str) -> Iterator[str]:

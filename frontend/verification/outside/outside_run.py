@@ -30,12 +30,13 @@ from shardwright.frontend.verification.outside.by_rank import goes_by_rank
 from shardwright.frontend.verification.outside.claims import received_by
 from shardwright.frontend.verification.outside.one_program import differences
 from shardwright.frontend.verification.outside.spmd_layouts import (
+    Refusal,
     TypedMesh,
-    in_our_words,
     in_words,
     local_types,
     shard_axes,
 )
+from shardwright.frontend.verification.outside.their_words import in_our_words
 from shardwright.frontend.verification.outside.typed_calls import TypedCalls
 from shardwright.frontend.verification.outside.typed_functions import known_loops
 from shardwright.frontend.verification.outside.typed_moves import typed_moves
@@ -415,8 +416,8 @@ class _TypedRun:
             try:
                 yield
             except SpmdTypeError as error:
-                text = in_our_words(error, mesh)
-                raise _Refused("\n".join([*_statement(error, {self.file}), text])) from error
+                said = [in_our_words(error, mesh), *getattr(error, "__notes__", ())]
+                raise _Refused("\n".join([*_statement(error, {self.file}), *said])) from error
 
     def _type_tensors(self, mesh: TypedMesh) -> None:
         for declaration in self.module.declarations:
@@ -449,7 +450,7 @@ class _TypedRun:
                     continue
                 if letter is spmd.R and not x.requires_grad:
                     continue
-                raise SpmdTypeError(f"the result {path or 'of forward'} is {in_words(x)}")
+                raise Refusal(f"the result {path or 'of forward'} is {in_words(x)}")
 
 
 def _names_of(function: Callable[..., Any]) -> Sequence[str]:

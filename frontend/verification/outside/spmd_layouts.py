@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +18,11 @@ from shardwright.runtime.ranks.groups import UNITS
 
 Typed: TypeAlias = "Tensor | NdimWithSpmdType"
 """What has a type: a tensor, or a number of dims that stands for one."""
+
+
+class Refusal(SpmdTypeError):  # type: ignore[misc]
+    """What we refuse ourselves, in our words."""
+
 
 LETTERS = {"R": spmd.I, "G": spmd.R, "P": spmd.P}
 """Our placements in the letters of ``spmd_types``. S is ``S(dim)`` in both."""
@@ -124,50 +128,6 @@ def in_words(x: Typed) -> str:
         if axis not in cut and letter is not spmd.I
     ]
     return " ".join([f"[{dims}]", *marks])
-
-
-_LETTERS_IN_WORDS = {"Invariant": "I", "Replicate": "R", "Partial": "P", "Varying": "V"}
-
-_THEIR_WORDS = re.compile(r"\b(Invariant|Replicate|Partial|Varying|Found types|rules\.\w+)\b")
-
-_PHRASES = (
-    (
-        r"R on axis (\S+) cannot mix with other types\. Found types: \[(.*)\]",
-        r"the operands are \2 over \1, and one that is R goes with others that are R only",
-    ),
-    (
-        r"P on axis (\S+) cannot propagate through non-linear ops.*",
-        r"an operand is P over \1, which must be summed up before a call that is not linear",
-    ),
-    (
-        r"rules\.\w+\('[^']*', src=\S+, dst=(\S+)\) expects its input to be (\S+) on axis (\S+), "
-        r"but it is (\S+)",
-        r"the call makes \1 of \2 over \3, and its operand is \4",
-    ),
-    (r"rules\.einsum: ('[^']*': )?", ""),
-)
-"""What ``spmd_types`` says in letters of ours, and how it is said here."""
-
-
-def in_our_words(error: SpmdTypeError, mesh: TypedMesh) -> str:
-    """What ``spmd_types`` says of a call, with our axes, and without the calls of its own that it
-    proposes. What it says itself is put in our letters and words:
-
-        Invariant type on axis MeshAxis(2:1) cannot mix with other types. Found types: [V, I]
-        the operands are S, R over tp=2, and one that is R goes with others that are R only
-    """
-    text = str(error.args[0]).split("\n\nSet SPMD")[0].split("\nAre you missing a collective")[0]
-    for (name, size), axis in zip(mesh.mesh.axes, mesh.axes().values(), strict=True):
-        text = text.replace(repr(axis), f"{name}={size}")
-    if not _THEIR_WORDS.search(text):
-        return text
-    for word, letter in _LETTERS_IN_WORDS.items():
-        text = re.sub(rf"\b{word}( type\b)?", letter, text)
-    ours = {"I": "R", "R": "G", "V": "S", "P": "P"}
-    text = re.sub(r"\b[IRVP]\b", lambda found: ours[found[0]], text)
-    for theirs, words in _PHRASES:
-        text = re.sub(theirs, words, text)
-    return text
 
 
 def needs_gradient(x: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from shardwright.frontend.verification.outside.piece_sizes import axes_of, known
 from shardwright.frontend.verification.outside.process_draws import ProcessDraws
 from shardwright.frontend.verification.outside.spmd_layouts import (
     LETTERS,
+    Refusal,
     Typed,
     TypedMesh,
     in_words,
@@ -44,6 +45,7 @@ from shardwright.runtime import ops
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ops.random_functions import replace_functions
+from shardwright.runtime.structure import flatten
 
 # What generated code calls that is no part of the program: checks of arguments.
 spmd.register_no_typecheck(ParallelModule.check_inputs)
@@ -141,9 +143,7 @@ class TypedCalls(TorchFunctionMode):
         stated = set(self.mesh.ordered(layouts[0].cut_axes)) if layouts else set()
         if any(axes - set(self.mesh.outer) != stated for axes in cut):
             found = " and ".join(map(listed, cut))
-            raise SpmdTypeError(
-                f"elements that are cut over {found} are stacked over {listed(stated)}"
-            )
+            raise Refusal(f"elements that are cut over {found} are stacked over {listed(stated)}")
         spmd.assert_type(result, local_types(tensors[0]))
         spmd.assert_type(
             result, local_types(tensors[0]), self.mesh.type_of(layouts[0]).partition_spec
@@ -158,7 +158,9 @@ class TypedCalls(TorchFunctionMode):
                 return function(*args, **kwargs)
             self.num_calls += 1
             self.by_rule[name] += 1
-            return self.compared(typed_operators.typed_call(function, rule, args, kwargs))
+            with telling(name, args, kwargs):
+                result = typed_operators.typed_call(function, rule, args, kwargs)
+            return self.compared(result)
 
         return call
 
@@ -170,7 +172,9 @@ class TypedCalls(TorchFunctionMode):
         self.num_calls += 1
         if (owner := brought_along(func)) is not None:
             self.by_function[getattr(owner, "__name__", str(owner))] += 1
-            return self.compared(typed_function(owner, func, args, kwargs))
+            with telling(name, args, kwargs):
+                result = typed_function(owner, func, args, kwargs)
+            return self.compared(result)
         if name == "apply" and isinstance(getattr(func, "__self__", None), type):
             self.by_rule[func.__self__.__name__.lstrip("_")] += 1
             tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -192,7 +196,7 @@ class TypedCalls(TorchFunctionMode):
                 if axis not in stated.axes or wanted is None:
                     continue
                 if not is_same(letter, wanted, result):
-                    raise SpmdTypeError(
+                    raise Refusal(
                         f"the comment states {stated.target} over {axis}, and spmd_types derives "
                         f"{in_words(result)}"
                     )
@@ -202,21 +206,22 @@ class TypedCalls(TorchFunctionMode):
         """The typed result of a call of torch."""
         # From what has a rule of ours to what the checker knows by itself.
         if func in typed_operators.TORCH:
-            return self.compared(
-                typed_operators.typed_call(func, typed_operators.TORCH[func], args, kwargs)
-            )
+            with telling(name, args, kwargs):
+                result = typed_operators.typed_call(func, typed_operators.TORCH[func], args, kwargs)
+            return self.compared(result)
         if func in FACTORIES:
             return self.compared(self.made(func, args, kwargs))
         if name == "expand":
             return self.compared(self.spread(func, args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            with telling(name, args, kwargs):
+                result = func(*args, **kwargs)
         except SpmdTypeError as error:
             return self.told_dims(name, func, args, kwargs, error)
         except Exception as error:
             with spmd.no_typecheck():
                 func(*args, **kwargs)  # raises the error of a call that is wrong by itself
-            raise SpmdTypeError(untyped(name, [*args, *kwargs.values()], error)) from error
+            raise Refusal(untyped(name, [*args, *kwargs.values()], error)) from error
         try:
             return self.compared(result)
         except SpmdTypeError as error:
@@ -229,7 +234,7 @@ class TypedCalls(TorchFunctionMode):
                 continue
             cut = {axis for axes in shard_axes(x) for axis in axes}
             if whole := {*self.mesh.ordered(axes)} - cut:
-                raise SpmdTypeError(
+                raise Refusal(
                     f"{name} is told the size of a piece over {listed(whole)}, and makes "
                     f"{in_words(x)}, which is no such piece: it may be longer on one rank than on "
                     "another"
@@ -247,7 +252,7 @@ class TypedCalls(TorchFunctionMode):
                 if axis not in cut and letter is not spmd.V
             )
             if whole:
-                raise SpmdTypeError(
+                raise Refusal(
                     f"{name} draws from the generator of its process, so the ranks of "
                     f"{', '.join(whole)} draw different numbers for a value that all of them hold; "
                     "self.random.NAME(...) draws the same"
@@ -260,10 +265,12 @@ class TypedCalls(TorchFunctionMode):
         has_values = func is not torch.empty
         if not layouts or (has_values and not layouts[0].cut_axes):
             return func(*args, **kwargs)
-        if layouts[0].cut_axes:
-            self.told[func.__name__] += 1
         with spmd.no_typecheck():
             result = func(*args, **kwargs)
+        if result.ndim != len(layouts[0].dims):  # the comment is that of another call
+            return func(*args, **kwargs)
+        if layouts[0].cut_axes:
+            self.told[func.__name__] += 1
         spmd.assert_type(result, self.mesh.type_of(layouts[0], of_samples=True))
         return result
 
@@ -328,7 +335,7 @@ class TypedCalls(TorchFunctionMode):
                 self.compare(x, layout)
         name = self.unread.get(self.line())
         if name and any(isinstance(x, Tensor) and needs_gradient(x) for x in tensors):
-            raise SpmdTypeError(f"{name} is computed and has no effect: no result depends on it")
+            raise Refusal(f"{name} is computed and has no effect: no result depends on it")
         return result
 
     def compare(self, x: Tensor, layout: Layout) -> None:
@@ -345,9 +352,7 @@ class TypedCalls(TorchFunctionMode):
             if not is_same(letter, letters[axis], x):
                 wrong.append(axis)
         if not same_dims or wrong:
-            raise SpmdTypeError(
-                f"the comment states {layout}, and spmd_types derives {in_words(x)}"
-            )
+            raise Refusal(f"the comment states {layout}, and spmd_types derives {in_words(x)}")
 
     def line(self) -> int:
         """The line of the generated file that is being run."""
@@ -355,6 +360,18 @@ class TypedCalls(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         return frame.f_lineno if frame is not None else 0
+
+
+@contextmanager
+def telling(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A refusal inside the ``with`` block has a note of the operands of its call."""
+    try:
+        yield
+    except SpmdTypeError as error:
+        given = [x for x in flatten([*args, kwargs]).values() if isinstance(x, Tensor)]
+        if operands := ", ".join(map(in_words, filter(spmd.has_local_type, given))):
+            error.add_note(f"operands of {name}: {operands}")
+        raise
 
 
 def is_same(letter: Any, wanted: Any, x: Tensor) -> bool:

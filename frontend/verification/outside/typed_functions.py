@@ -24,7 +24,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from spmd_types import R, SpmdTypeError, rules
+from spmd_types import R, rules
 from torch import Tensor
 
 from shardwright.compiler.ir.op import map_leaves
@@ -40,6 +40,7 @@ from shardwright.compiler.ops.user_function import is_custom_op, is_function_cla
 from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.context.patches import replaced
 from shardwright.frontend.verification.outside.spmd_layouts import (
+    Refusal,
     Typed,
     local_types,
     needs_gradient,
@@ -127,7 +128,7 @@ def _rule_of(
     try:
         return instantiate(opdef, replace(op, results=_values("y", results)))
     except AnnotationError as error:
-        raise SpmdTypeError(f"{opdef.name}: its annotation does not fit this call") from error
+        raise Refusal(f"{opdef.name}: its annotation does not fit this call") from error
 
 
 def _at_least_two(leaf: Any) -> Any:
@@ -178,7 +179,7 @@ def _check_gradients(operands: Sequence[Tensor]) -> None:
     for x in operands:
         parts = [axis for axis, letter in local_types(x).items() if letter is R]
         if needs_gradient(x) and parts:
-            raise SpmdTypeError(
+            raise Refusal(
                 f"an operand is G over {', '.join(parts)}, and nobody has said that the backward "
                 "of this function may get a summand of a gradient"
             )

@@ -16,10 +16,11 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, SpmdTypeError, V, rules
+from spmd_types import I, P, R, S, V, rules
 from torch import Tensor
 
 from shardwright.frontend.verification.outside.spmd_layouts import (
+    Refusal,
     Typed,
     listed,
     local_types,
@@ -91,7 +92,7 @@ def check_whole(
     cut = shard_axes(x)
     wrong = {axis for dim in dims for axis in cut[dim]} - named(besides)
     if wrong:
-        raise SpmdTypeError(f"{what} is cut over {listed(wrong)}, where the call needs the whole")
+        raise Refusal(f"{what} is cut over {listed(wrong)}, where the call needs the whole")
 
 
 def dims_of(x: Typed, dim: Any) -> list[int]:
@@ -128,7 +129,7 @@ def check_cut(x: Typed, dims: Iterable[int], axes: Iterable[AxisGroup], what: st
     cut = shard_axes(x)
     whole = named(axes) - {axis for dim in dims for axis in cut[dim]}
     if whole:
-        raise SpmdTypeError(f"{what} is whole over {listed(whole)}, where the call has pieces")
+        raise Refusal(f"{what} is whole over {listed(whole)}, where the call has pieces")
 
 
 def check_drawn(x: Typed, draw: Draw | None, num_dims: int | None = None) -> None:
@@ -141,7 +142,7 @@ def check_drawn(x: Typed, draw: Draw | None, num_dims: int | None = None) -> Non
     drawn = set(draw.axes)
     cut = {axis for axes in shard_axes(x)[:num_dims] for axis in axes}
     if drawn != cut:
-        raise SpmdTypeError(
+        raise Refusal(
             f"random numbers differ over {listed(drawn)}, and what they are drawn for is cut over "
             f"{listed(cut)}"
         )
@@ -283,7 +284,7 @@ def batch_norm(
         check_whole(input, over, "the batch", batch_axes)
     for statistic in (running_mean, running_var):
         if statistic is not None and shard_axes(statistic)[0] != shard_axes(input)[1]:
-            raise SpmdTypeError("running statistics are not cut as the channels are")
+            raise Refusal("running statistics are not cut as the channels are")
     rest = LETTERS[2 : input.ndim]
     return scaled(f"ab{rest}", input, "b", weight, bias)
 
@@ -484,7 +485,7 @@ def with_mask(x: Typed, mask: Typed) -> Typed:
     for back in range(2, min(mask.ndim, x.ndim) + 1):
         whole = isinstance(mask, Tensor) and mask.shape[-back] == 1
         if not whole and cut[-back] != shard_axes(x)[-back]:
-            raise SpmdTypeError(
+            raise Refusal(
                 f"a mask is cut over {listed(cut[-back])}, and its queries over "
                 f"{listed(shard_axes(x)[-back])}"
             )
@@ -492,7 +493,7 @@ def with_mask(x: Typed, mask: Typed) -> Typed:
         # A bias that is trained is G wherever it is not cut.
         for axis, letter in local_types(mask).items():
             if letter is I and local_types(x)[axis] is V:
-                raise SpmdTypeError(f"a mask that is trained is R over {axis}")
+                raise Refusal(f"a mask that is trained is R over {axis}")
     return x
 
 
@@ -570,7 +571,7 @@ def elementwise_loss(
 ) -> Typed:
     labels = LETTERS[: input.ndim]
     if isinstance(input, Tensor) and isinstance(target, Tensor) and input.shape != target.shape:
-        raise SpmdTypeError("an elementwise loss of tensors of two shapes")
+        raise Refusal("an elementwise loss of tensors of two shapes")
     given = [x for x in (weight,) if x is not None]
     words = [labels, labels, *(labels[input.ndim - x.ndim :] for x in given)]
     rows = einsum(f"{','.join(words)}->{labels}", input, target, *given)
@@ -591,7 +592,7 @@ def check_count(x: Typed, dims: Iterable[int], count: int) -> None:
     ranks = [math.prod(sizes[axis] for axis in cut[dim]) for dim in dims if cut[dim]]
     least, most = held * 1.5 ** len(ranks), held * math.prod(2 * k - 1 for k in ranks)
     if held and not least <= count <= most:
-        raise SpmdTypeError(
+        raise Refusal(
             f"a mean is taken over {count} elements, and a rank alone holds {held} of those that "
             f"{math.prod(ranks)} ranks have"
         )
@@ -625,7 +626,7 @@ class Routings(threading.local):
     def of(self, routing: Any) -> tuple[set[str], set[str]]:
         """What was noted of a routing."""
         if id(routing) not in self.axes:
-            raise SpmdTypeError("rows of experts come from a dispatch")
+            raise Refusal("rows of experts come from a dispatch")
         return self.axes[id(routing)][1:]
 
 
@@ -648,7 +649,7 @@ def dispatch(
     check_cut(x, [0], exchange, "a dim of tokens")
     for given in (chosen, *([] if weights is None else [weights])):
         if shard_axes(given)[0] != shard_axes(x)[0]:
-            raise SpmdTypeError("the choices of tokens are not cut as the tokens are")
+            raise Refusal("the choices of tokens are not cut as the tokens are")
     experts, exchanged = named(expert_axes), named(exchange)
     ROUTINGS.note(results[-1], experts, exchanged)
     found = [einsum("t...->t...", x)]
@@ -668,7 +669,7 @@ def grouped_linear(
     own = []
     for x in agreed(weight, bias):
         if set(shard_axes(x)[0]) != experts:
-            raise SpmdTypeError(
+            raise Refusal(
                 f"matrices are cut over {listed(shard_axes(x)[0])}, and their experts over "
                 f"{listed(experts)}"
             )
@@ -684,7 +685,7 @@ def combine(*, rows: Typed, routing: Any, exchange: Sequence[AxisGroup] = ()) ->
     """The sums of tokens: summands along axes of experts, unless rows go back to their tokens."""
     experts, exchanged = ROUTINGS.of(routing)
     if named(exchange) != exchanged:
-        raise SpmdTypeError(
+        raise Refusal(
             f"rows go back over {listed(named(exchange))}, and came over {listed(exchanged)}"
         )
     found = einsum("r...->r...", rows, linear_in=(0,))

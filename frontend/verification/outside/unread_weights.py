@@ -23,14 +23,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
+from string import Formatter
 
 from shardwright.compiler.codegen.declare import UNREAD
 from shardwright.frontend.verification.outside.effects import effective, reads_of
 from shardwright.frontend.verification.outside.one_program import text_of
 from shardwright.runtime.manifest import code_file
 
-BLOCK = "<block>."
-"""How a path below the argument ``block`` begins. A model may have a module of that name."""
+LAYER = "{layer}"
+"""The number of a layer in a path. As in f-strings, braces of names are doubled."""
+
+BLOCK = "{block}."
+"""How a path below the argument ``block`` begins."""
 
 _CALLED = re.compile(r"forward|stage\d+(_eval)?|output(_eval)?")
 """The methods that the runtime calls."""
@@ -45,10 +49,13 @@ def unread_weights(source: str, rank: int) -> tuple[str, ...]:
         if not unread or UNREAD in file.comment_of(statement):
             continue
         place = f"{code_file(rank)}:{statement.lineno}: {text_of(statement, source)}"
-        found[statement.lineno] = (
-            f"{place}\n  no statement reads {unread[0]}, and no comment says so (files of older "
-            "compiles have no such comment: compile again)"
+        why = (
+            f"no statement reads {unread[0]}, and no comment says so (files of older compiles have "
+            "no such comment: compile again)"
         )
+        if not unread[0]:
+            why = "the name is computed, so the checks do not know what reads the parameter"
+        found[statement.lineno] = f"{place}\n  {why}"
     return tuple(found.values())
 
 
@@ -94,7 +101,7 @@ class _File:
             for node in nodes:
                 path = path_of(node)
                 if path.startswith(BLOCK):
-                    inside[name].add(path.removeprefix(BLOCK))
+                    inside[name] |= set(self._numbered(path.removeprefix(BLOCK), node))
                 elif path:
                     found |= set(self._numbered(path, node))
                 if isinstance(node, ast.Call):
@@ -122,10 +129,10 @@ class _File:
         return found
 
     def _numbered(self, path: str, node: ast.AST) -> list[str]:
-        """A path with every number that ``layer`` takes at a node."""
-        if "{layer}" not in path:
-            return [path]
-        return [path.replace("{layer}", str(number)) for number in self.layers.get(node, ())]
+        """The names that a path stands for: one for each number that ``layer`` takes at a node."""
+        has_layer = any(field == "layer" for _, field, *_ in Formatter().parse(path))
+        numbers = self.layers.get(node, ()) if has_layer else ("",)
+        return [path.format(layer=number, block=BLOCK) for number in numbers]
 
 
 def path_of(node: ast.AST) -> str:
@@ -134,17 +141,18 @@ def path_of(node: ast.AST) -> str:
 
         self.h[0].norm.weight   h.0.norm.weight
         self.h[layer]           h.{layer}
-        block["odd name"]       <block>.odd name
+        block["odd name"]       {block}.odd name
+        block["{layer}"]        {block}.{{layer}}
     """
     match node:
         case ast.Call(func=ast.Attribute(attr="weights"), args=[ast.Constant(value=str(path))]):
-            return path
+            return _doubled(path)
         case ast.Attribute(value=value, attr=part):
             pass
-        case ast.Subscript(value=value, slice=ast.Constant(value=number)):
-            part = str(number)
+        case ast.Subscript(value=value, slice=ast.Constant(value=key)):
+            part = _doubled(str(key))
         case ast.Subscript(value=value, slice=ast.Name(id="layer")):
-            part = "{layer}"
+            part = LAYER
         case _:
             return ""
     if isinstance(value, ast.Name):
@@ -154,8 +162,21 @@ def path_of(node: ast.AST) -> str:
 
 
 def declared_name(name: ast.expr) -> str:
-    """The name in a declaration: ``"up.weight"``, or ``f"h.{layer}.up.weight"``."""
-    if isinstance(name, ast.JoinedStr):
-        parts = (x.value if isinstance(x, ast.Constant) else "{layer}" for x in name.values)
-        return "".join(map(str, parts))
-    return str(ast.literal_eval(name))
+    """The path in a declaration: ``"up.weight"``, or ``f"h.{layer}.up.weight"``. Nothing for
+    other expressions.
+    """
+    found = ""
+    for part in name.values if isinstance(name, ast.JoinedStr) else [name]:
+        match part:
+            case ast.Constant(value=str(text)):
+                found += _doubled(text)
+            case ast.FormattedValue(value=ast.Name(id="layer")):
+                found += LAYER
+            case _:
+                return ""
+    return found
+
+
+def _doubled(name: str) -> str:
+    """A name as a path has it."""
+    return name.replace("{", "{{").replace("}", "}}")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from operator import attrgetter
+from types import BuiltinFunctionType, MethodDescriptorType
 
 import torch
 
 from shardwright.compiler.codegen.file_names import BUILTINS
-from shardwright.compiler.ops import registry
+from shardwright.compiler.ops import originals, registry
 from shardwright.runtime.pipeline.module import PipelineModule
 
 KINDS = (
@@ -121,14 +124,53 @@ OURS = frozenset({"torch", "F", "math", "shardwright"})
 """The names of modules that a model does not bring along."""
 
 
-@cache
+METHOD = "torch.Tensor."
+"""How the names of methods of tensors begin."""
+
+
 def operators() -> frozenset[str]:
-    """The names of operators in our tables: ``gelu``, ``view``, ``linalg.norm``."""
-    named = [opdef for opdef in registry.OPS.values() if opdef.code[-1].isalpha()]
-    signs = [opdef for opdef in registry.OPS.values() if opdef.is_sign]
-    codes = [opdef.code for opdef in named] + [opdef.function_code for opdef in signs]
-    ours = [code for code in codes if code.startswith((".", "torch.", "F."))]
-    return frozenset(code.partition(".")[2] for code in ours)
+    """The operators of our tables under all their names in torch: ``torch.nn.functional.gelu``,
+    ``torch.Tensor.view``, and both ``torch.ones`` and ``torch.ones_like``. Those that change a
+    tensor in place are left out, as its other names would mean the changed one, too.
+    """
+    codes = {full_name(opdef.code) for opdef in registry.OPS.values()}
+    names = {
+        f"{originals.TITLES[owner]}.{name}"
+        for places in registry.NAMES.values()
+        for owner, name in places
+    }
+    found = {code for code in codes if code.startswith("torch.")} | names
+    return frozenset(name for name in found if not name.endswith("_"))
+
+
+@cache
+def makes_tensors(name: str) -> bool:
+    """Whether a function of torch in C++ takes tensors, changes none, and returns tensors only, as
+    its schemas say: ``torch.kron``, but not ``torch.Tensor.item``. The compiler has each rank
+    compute it on whole tensors, if no table has it.
+    """
+    with suppress(AttributeError):
+        function = attrgetter(name.removeprefix("torch."))(torch)
+        operator = getattr(torch.ops.aten, function.__name__)
+        if isinstance(function, BuiltinFunctionType | MethodDescriptorType):
+            schemas = [getattr(operator, overload)._schema for overload in operator.overloads()]
+            # Those with ``out=`` are for calls with that argument.
+            plain = [s for s in schemas if not any(given.is_out for given in s.arguments)]
+            return bool(plain) and all(map(_makes_tensors, plain))
+    return False
+
+
+def _makes_tensors(schema: torch.FunctionSchema) -> bool:
+    given = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
+    returned = ["Tensor" in str(result.type) for result in schema.returns]
+    return bool(given and returned) and all(returned) and not schema.is_mutable
+
+
+def full_name(code: str) -> str:
+    """The name of a function in torch, which a file calls ``F.gelu``, or ``.view`` of a tensor."""
+    if code.startswith("F."):
+        return f"torch.nn.functional.{code.removeprefix('F.')}"
+    return f"{METHOD}{code[1:]}" if code.startswith(".") else code
 
 
 @cache
@@ -136,7 +178,12 @@ def torch_names() -> frozenset[str]:
     """What else of torch a file may name: dtypes and the like."""
     literals = torch.dtype | torch.layout | torch.memory_format
     found = {name for name, value in vars(torch).items() if isinstance(value, literals)}
-    return frozenset({*found, "device", "no_grad", "autocast"})
+    return frozenset(f"torch.{name}" for name in {*found, "device", "no_grad", "autocast"})
+
+
+def is_in_place(name: str) -> bool:
+    """Whether an operator with this name changes a tensor: ``add_``."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def is_taken(name: str) -> bool:

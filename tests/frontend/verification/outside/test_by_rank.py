@@ -2,13 +2,14 @@
 
 import pytest
 
-from shardwright.frontend.verification.outside.by_rank import goes_by_rank
+from shardwright.frontend.verification.outside.by_rank import IN_PLACE, NO_OPERATOR, goes_by_rank
 
 FILE = '''"""Generated."""
 
 import math
 import torch
 import torch.nn.functional as F
+import torch.special
 import my_project.layers
 from types import SimpleNamespace
 
@@ -36,7 +37,7 @@ class Net(ParallelModule):
         heads = x.view(3 * size, max(tp.local_size(5), 1), 4)
         own = my_project.layers.rows(x, size, tp.offset(30))
         with torch.no_grad():
-            abs = torch.abs(x)
+            abs = torch.abs(x) + torch.ones_like(x) + torch.special.airy_ai(x).view_as(x)
         mean = x.sum() / tp.size
         rows = embedding(x, self.up.weight, axes=(tp,), start=2 * tp.offset(30))
         left = rows[:, : tp.local_size(4)]
@@ -126,7 +127,18 @@ def test_what_the_compiler_writes_goes_by_no_rank() -> None:
         ),
         ("y = y * x.data_ptr()", f"`x.data_ptr(...)`: {NO_VALUE} `data_ptr`"),
         ("y = y * self.device.index", f"`self.device.index`: {NO_VALUE} `index`"),
-        ("y = y * torch.initial_seed()", "the compiler writes no `torch.initial_seed`"),
+        (
+            "y = y * torch.initial_seed()",
+            f"the compiler knows no operator `torch.initial_seed`, {NO_OPERATOR}",
+        ),
+        (
+            "y = torch.get_device(y)",
+            f"the compiler knows no operator `torch.get_device`, {NO_OPERATOR}",
+        ),
+        ("y = y.add_(x)", f"`y.add_(...)` {IN_PLACE}"),
+        ("y = torch.relu_(y)", f"`torch.relu_` {IN_PLACE}"),
+        ("y = torch.add(y, x, out=y)", f"`torch.add(..., out=...)` {IN_PLACE}"),
+        ("y = F.relu(y, inplace=True)", f"`F.relu(..., inplace=...)` {IN_PLACE}"),
         (
             "y = y * float(x)",
             "`float(x)` makes a number of `x`, and may make one of sizes and numbers only",

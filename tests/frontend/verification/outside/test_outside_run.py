@@ -372,9 +372,22 @@ OF_PROCESS = "draws from the generator of its process, so the ranks of tp draw d
             "__getitem__ is told the size of a piece over tp, and makes [-, -], which is no",
         ),
         ("down", "all_reduce(F.relu(down), tp)", "an operand is P over tp=2, which must be summed"),
+        ("down", "all_reduce(down + 1, tp)", "what is P may be added to what is P only"),
+        # Operators under other names, and one that no table has.
+        ("up", "{} * torch.ones_like({})", ""),
+        ("down_tp_sum", "{} * torch.nn.functional.gelu(torch.kron({}, {})[:4, :8])", ""),
+        ("down", "all_reduce(torch.ones_like(down), tp)", "an operand is P over tp=2, which must"),
+        ("up", "torch.kron({}, {})[:4, :8]", "spmd_types has no rule for kron of operands that tp"),
+        ("up", "torch.cat(({}, x))", "cut over tp=2 in one operand, and over no axis in"),
+        ("up", "{}.flatten()", "tp=2 cuts an inner one of the dims that flatten joins, and spmd_"),
+        ("up", "{} * torch.rand(8)", "an operand has no type: nothing tells whether all ranks"),
         # A summand in another dtype, which is one as long as it is a float.
         ("down", "all_reduce(down.to(torch.float32).to(torch.float64), tp)", ""),
-        ("down", "all_reduce(down.to(torch.int64).to(torch.float64), tp)", "the op is linear in"),
+        (
+            "down",
+            "all_reduce(down.to(torch.int64).to(torch.float64), tp)",
+            "an operand is P over tp=2",
+        ),
         # A piece, which no other rank has.
         ("up", "F.dropout({})", ""),
         ("up", "{} - {}.amax(dim=0)", ""),

@@ -126,6 +126,14 @@ class IROp:
         """Whether the call draws random numbers, as lowering has written it."""
         return any(type(value) is RankDraw for _, value in self.args)
 
+    @property
+    def drawing_pieces(self) -> IROp:
+        """The call with draws for the piece at hand in the place of draws by layout."""
+        if not self.draws:
+            return self
+        args = ((name, arg.of_piece if type(arg) is RankDraw else arg) for name, arg in self.args)
+        return self.changed(args=tuple(args))
+
     @cached_property
     def operands(self) -> tuple[IRValue, ...]:
         """The tensor arguments in signature order, those inside tuples included; a value used twice

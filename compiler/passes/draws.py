@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.compiler.ir.op import IROp, RankDraw
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step, steps
 from shardwright.runtime.errors import PlanError
@@ -71,10 +70,4 @@ def _drawn(instruction: Instruction) -> Instruction:
 def _drawn_step(instruction: Step) -> Step:
     if not isinstance(instruction, Compute) or not instruction.op.draws:
         return instruction
-    return replace(instruction, op=with_piece_drawn(instruction.op))
-
-
-def with_piece_drawn(op: IROp) -> IROp:
-    """The call that draws for the piece at hand."""
-    args = ((name, arg.of_piece if type(arg) is RankDraw else arg) for name, arg in op.args)
-    return op.changed(args=tuple(args))
+    return replace(instruction, op=instruction.op.drawing_pieces)

@@ -24,7 +24,6 @@ from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut, RankDraw
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
-from shardwright.compiler.passes.draws import with_piece_drawn
 from shardwright.compiler.passes.verify_overlap import check_overlap
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.outputs import wished_layout
@@ -422,7 +421,7 @@ def _forms(expected: IROp) -> Iterator[IROp]:
     if expected.target in ("linear", "addmm"):
         yield expected.retarget(f"shardwright.runtime.ops.{expected.target}_beside")
     if expected.draws:
-        yield with_piece_drawn(expected)
+        yield expected.drawing_pieces
 
 
 def _differences(op: IROp, expected: IROp) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.compiler.plan.program import Adapt, Loop
 from shardwright.runtime import adapters
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.in_pieces import (
     TOTAL,
     Gather,
@@ -45,6 +46,12 @@ from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.transport import ReduceOp, Work
 
+
+def rng_of(config: ComputeConfig) -> RngMode:
+    """How programs that are compiled with a config draw random numbers."""
+    return "plan_independent" if config.rng == "plan_independent" else "fast"
+
+
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 """The exceptions of a call that cannot run without numbers. Torch's own for fake tensors are
 RuntimeErrors; functions that find zeros where they expect something else raise the others. Any
@@ -55,9 +62,9 @@ other exception is an error of this package.
 class FakeRank:
     """The rank at index 0 of every axis of a mesh.
 
-    ``rng``: how it draws random numbers. ``zeros``: its tensors are real ones, filled with zeros,
-    for the few functions that look at numbers. ``device``: where its operators make tensors.
-    ``backend``: what it communicates through, as far as that needs memory.
+    ``rng``: how it draws random numbers, as in :func:`rng_of`. ``zeros``: its tensors are real
+    ones, filled with zeros, for the few functions that look at numbers. ``device``: where its
+    operators make tensors. ``backend``: what it communicates through, as far as that needs memory.
 
     Dynamic sizes are those of the dummy arguments. Tensors are on the CPU, so torch chooses the
     kernels of that device.
@@ -120,6 +127,9 @@ class FakeRank:
 
     def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """A function that makes a local call, as often as it is called."""
+        # As emission has it: ranks that may draw what they please draw for their pieces.
+        if self._rng.mode == "fast":
+            op = op.drawing_pieces
         # The names that generated code has: operands, axes, imports, sizes.
         names: dict[str, str] = {}
         scope: dict[str, Any] = {

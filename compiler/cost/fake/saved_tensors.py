@@ -26,6 +26,7 @@ from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy
 from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ops.random import RngMode
 
 REAL_BYTES = 2**26
 """A call that looks at the numbers runs on real zeros, unless its tensors are larger than this."""
@@ -57,25 +58,30 @@ class Saved:
 
 
 def saved_for_backward(
-    op: IROp, assignment: Assignment | None = None, mesh: Mesh = ONE_RANK
+    op: IROp,
+    assignment: Assignment | None = None,
+    mesh: Mesh = ONE_RANK,
+    rng: RngMode = "fast",
 ) -> Saved:
     """What the rank at index 0 of every axis keeps of one call under the strategies of
     ``assignment``.
 
     ``op`` is the call as traced. Without an assignment it is the unsplit call: splitting changes
     which tensors are kept only where another function takes its place (a loss over a split
-    vocabulary).
+    vocabulary). ``rng``: how the call draws, which decides what is kept of a mask.
     """
     chosen = tuple(
         (axis, strategy)
         for axis, strategy in (assignment or {}).items()
         if mesh.axis_size(axis) > 1
     )
-    return _saved_by(Alike(op), chosen, mesh)
+    return _saved_by(Alike(op), chosen, mesh, rng)
 
 
 @lru_cache(maxsize=KNOWN)
-def _saved_by(asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> Saved:
+def _saved_by(
+    asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: Mesh, rng: RngMode
+) -> Saved:
     """:func:`saved_for_backward` with a key: ``strategies`` are pairs of axis and strategy."""
     op, rule, chosen = asked.op, asked.op.rule, dict(strategies)
     assert rule is not None
@@ -83,14 +89,14 @@ def _saved_by(asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: 
     local = localise(op, rule, chosen, mesh)
     names = {value.name: f"x{index}" for index, value in enumerate(local.operands)}
     source = call_source(local, lambda value: names[value.name], to_python)
-    return _saved(_Question(source, local, call, mesh))
+    return _saved(_Question(source, local, call, mesh, rng))
 
 
 class _Question:
     """A call, known by its source, its operands, and how it runs."""
 
-    def __init__(self, source: str, op: IROp, call: LocalCall, mesh: Mesh) -> None:
-        self.op, self.call, self.mesh = op, call, mesh
+    def __init__(self, source: str, op: IROp, call: LocalCall, mesh: Mesh, rng: RngMode) -> None:
+        self.op, self.call, self.mesh, self.rng = op, call, mesh, rng
         self.key = (
             source,
             sizes_read(op),
@@ -100,6 +106,7 @@ class _Question:
             op.autocast,
             op.grad_enabled,
             mesh,
+            rng,
         )
 
     def __hash__(self) -> int:
@@ -114,7 +121,11 @@ def _saved(question: _Question) -> Saved:
     call, op = question.call, question.op
     if is_long(op):
         few, more = (
-            _saved(_Question(f"{question.key[0]} {n}", shortened(op, n), call, question.mesh))
+            _saved(
+                _Question(
+                    f"{question.key[0]} {n}", shortened(op, n), call, question.mesh, question.rng
+                )
+            )
             for n in SHORT
         )
         inside = extrapolated((few.internal_bytes, more.internal_bytes), steps_of(op).count)
@@ -122,7 +133,7 @@ def _saved(question: _Question) -> Saved:
     # Some operators look at values. Zeros are tried for small calls.
     small = sum(x.num_bytes for x in (*call.operands, *call.results)) <= REAL_BYTES
     for zeros in (False, True) if small else (False,):
-        rank = FakeRank(question.mesh, zeros=zeros)
+        rank = FakeRank(question.mesh, question.rng, zeros=zeros)
         operands = [
             rank.tensor(x.shape, x.dtype, requires_grad=x.requires_grad) for x in call.operands
         ]

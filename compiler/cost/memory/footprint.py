@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +37,7 @@ from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop
 from shardwright.runtime.layout import Mesh
-
-RngMode = Literal["fast", "plan_independent"]
-"""How random numbers are drawn (``ComputeConfig.rng``)."""
+from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)

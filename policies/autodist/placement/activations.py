@@ -26,6 +26,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
 from shardwright.policies.autodist.placement.strategies import LayoutTable, OpChoices, Seconds
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,19 @@ class Activations:
     _bytes: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: IRGraph, layouts: LayoutTable, mesh: Mesh) -> Activations:
-        """What the operators of a graph keep. Its recompute regions are marked."""
+    def of(
+        cls, graph: IRGraph, layouts: LayoutTable, mesh: Mesh, rng: RngMode = "fast"
+    ) -> Activations:
+        """What the operators of a graph keep. Its recompute regions are marked. ``rng``: how calls
+        draw.
+        """
         # Operators with one signature keep the same, and models repeat theirs.
         known: dict[Hashable, Saved] = {}
         saved: dict[str, Saved] = {}
         for op in graph.ops:
             key = signature(op)
             if key not in known:
-                known[key] = saved_for_backward(op)
+                known[key] = saved_for_backward(op, rng=rng)
             saved[op.name] = known[key]
         found = cls(layouts, mesh, _bases(graph, saved))
         stored = {value.name for value in graph.sources if value.kind is not ValueKind.INPUT}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.fake.saved_tensors import saved_for_backward
 from shardwright.compiler.cost.local_calls import local_bytes, local_call
 from shardwright.compiler.cost.memory.footprint import TensorForm, footprints_of
@@ -34,6 +35,7 @@ from shardwright.policies.autodist.placement.strategies import Seconds
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.solver.solve import solve
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,13 @@ def _running(
     keeps from the forward to the backward.
     """
     found: dict[int, Seconds] = {}
+    rng = rng_of(request.config)
     for index, node in enumerate(formulation.nodes):
         if isinstance(node, OpNode) and node.op.name in names:
             assignments = node.choices.assignments
-            needed = [float(_while_running(node.op, each, request.mesh)) for each in assignments]
+            needed = [
+                float(_while_running(node.op, each, request.mesh, rng)) for each in assignments
+            ]
             found[index] = np.array(needed)
     return found
 
@@ -162,13 +167,13 @@ def _copied(
     return found
 
 
-def _while_running(op: IROp, assignment: Assignment, mesh: Mesh) -> int:
+def _while_running(op: IROp, assignment: Assignment, mesh: Mesh, rng: RngMode) -> int:
     """The bytes that a rank needs while one call runs, forward or backward, whichever is more."""
     assert op.rule is not None
     call = local_call(op, assignment, mesh)
     compute = Compute(localise(op, op.rule, assignment, mesh), op, assignment, ())
     forms = [TensorForm.contiguous(x.shape, x.dtype, x.requires_grad) for x in call.operands]
-    footprints = footprints_of(mesh)
+    footprints = footprints_of(mesh, rng)
     forward = footprints.forward(compute, forms)
     kept = sum(
         forward.made[number - len(forms)] for number in forward.saved if number >= len(forms)

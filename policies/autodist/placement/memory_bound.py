@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -77,7 +78,10 @@ class _Draft:
         problem, graph = self.formulation.problem, self.formulation.graph
         assert self.request.memory_limit_bytes is not None
         self.costs, self.edges = list(problem.node_costs), list(problem.edges)
-        self.activations = Activations.of(graph, self.formulation.layouts, self.request.mesh)
+        request = self.request
+        self.activations = Activations.of(
+            graph, self.formulation.layouts, request.mesh, rng_of(request.config)
+        )
         # A stage of a pipeline gives its results away, so nothing lives to its end.
         config = self.request.config
         is_one = len(self.request.ranks) == config.plan_ngpus and not config.inference_only

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.time.kept_weights import keepers
 from shardwright.compiler.ir.graph import IRGraph
@@ -223,7 +224,9 @@ class _Builder:
         """
         draft, request = self.draft, self.draft.request
         if not request.config.inference_only:
-            activations = Activations.of(self.graph, draft.pricing.layouts, request.mesh)
+            activations = Activations.of(
+                self.graph, draft.pricing.layouts, request.mesh, rng_of(request.config)
+            )
             for index, node in enumerate(draft.nodes):
                 kept = (
                     activations.usage(node.op, node.choices) if isinstance(node, OpNode) else None

@@ -12,6 +12,7 @@ from shardwright.compiler.cost.time.kept_weights import VIEWS
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import Compute, Step
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.ops.random import RngMode
 
 
 class Kept:
@@ -26,8 +27,10 @@ class Kept:
         own: set[str],
         mesh: Mesh,
         layouts: Mapping[str, Layout],
+        rng: RngMode = "fast",
     ) -> None:
-        self._mesh, self._layouts, self._own = mesh, layouts, (own := set(own))
+        self._mesh, self._layouts, self._rng = mesh, layouts, rng
+        self._own = own = set(own)
         self._roots: dict[str, str] = {}
         self._made: dict[str, int] = {}  # place where a root is made
         self._keepers: dict[
@@ -113,7 +116,9 @@ class Kept:
             self._touch(place, value, adapter)
 
     def _keep(self, place: int, instruction: Compute) -> None:
-        saved = saved_for_backward(instruction.original, instruction.assignment, self._mesh)
+        saved = saved_for_backward(
+            instruction.original, instruction.assignment, self._mesh, self._rng
+        )
         # A view has the memory of what it views.
         for result, position in zip(instruction.op.results, saved.views, strict=False):
             self._result(

@@ -137,7 +137,10 @@ class Positions:
         for index, way in frontier.chosen(lacking):
             _, number, block = blocks[index]
             found[number].append((block, way))
-        return [tuple(sorted(ways)) for ways in found]
+        return [
+            self.tables[stage.placement].earliest(stage.start, stage.stop, ways)
+            for stage, ways in zip(stages, found, strict=True)
+        ]
 
     def _kind(self, placement: int, block: int, count: int) -> int:
         """The number of the ways to compute a block again, if that is saved in ``count``

@@ -146,16 +146,35 @@ class StageCosts:
     def recomputed(
         self, start: int, stop: int, count: float, memory_bytes: float
     ) -> tuple[tuple[int, int], ...]:
-        """Which blocks of a stage are computed again so that it fits, and in which way."""
+        """Which blocks of a stage are computed again so that it fits, and in which way; of blocks
+        alike the :meth:`earliest`.
+        """
         lacking = (
             self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
         )
         if lacking <= 0:
             return ()
-        return tuple(
-            (start + index, way)
-            for index, way in self._frontiers.of(start, stop).chosen(lacking / count)
-        )
+        chosen = self._frontiers.of(start, stop).chosen(lacking / count)
+        return self.earliest(start, stop, [(start + index, way) for index, way in chosen])
+
+    def earliest(
+        self, start: int, stop: int, chosen: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, int], ...]:
+        """A choice that takes the same time and keeps as much, in which the first of blocks alike
+        are computed again, and the first of those in the way that saves most.
+
+        The backward of the last block begins while all others still keep theirs. What that block
+        would compute again comes on top of it.
+        """
+        ways, alike = dict(chosen), dict[tuple[Again, ...], list[int]]()
+        for block in range(start, stop):
+            alike.setdefault(self.blocks[block].again, []).append(block)
+        found: list[tuple[int, int]] = []
+        for again, blocks in alike.items():
+            taken = [ways[block] for block in blocks if block in ways]
+            taken.sort(key=lambda way: -again[way].saved_bytes)
+            found += zip(blocks, taken, strict=False)
+        return tuple(sorted(found))
 
     def used_bytes(
         self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: float

@@ -16,6 +16,7 @@ from itertools import groupby
 
 import torch
 
+from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import (
@@ -227,7 +228,8 @@ class Walk:
         if not self.setting.counts_kept:
             return Kept((), set(), self.mesh, {})
         own = {declaration.value.name for declaration in self.program.declarations}
-        return Kept(self.by_place, own, self.mesh, self.layouts)
+        rng = rng_of(self.setting.config)
+        return Kept(self.by_place, own, self.mesh, self.layouts, rng)
 
     def again(self, start: int, stop: int, end: int | None = None) -> Again:
         """What it takes to compute the operators of a range again, and saves, in a stage that ends

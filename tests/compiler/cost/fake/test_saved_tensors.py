@@ -21,6 +21,7 @@ from shardwright.compiler.cost.fake.saved_tensors import (
     saving_to,
 )
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ops.random import RngMode
 
 
 def really_saved(call: Call) -> Saved:
@@ -129,3 +130,14 @@ def test_what_cannot_be_run_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "REAL_BYTES", 0)
     op, _ = example_op((F.gaussian_nll_loss, (randn(4, 8), randn(4, 8), torch.ones(4, 8)), {}))
     assert saved_for_backward(op) == Saved((0, 1, 2), (0,), (), (None,), exact=False)
+
+
+@pytest.mark.parametrize(("rng", "mask_bytes"), [("fast", 4), ("plan_independent", 1)])
+def test_a_mask_of_attention_is_kept_as_the_rank_draws_it(rng: RngMode, mask_bytes: int) -> None:
+    """It is kept as factors where a rank draws its piece, and as bools where every plan draws the
+    same tiles. Beside it the weights before and after are kept.
+    """
+    call = F.scaled_dot_product_attention, [randn(2, 2, 4, 8) for _ in range(3)], {"dropout_p": 0.5}
+    weights = 2 * 2 * 4 * 4
+    kept = Saved((0, 1, 2), (), (4 * weights, mask_bytes * weights, 4 * weights), (None,))
+    assert saved_for_backward(example_op(call)[0], rng=rng) == kept

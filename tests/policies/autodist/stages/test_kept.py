@@ -11,6 +11,7 @@ import plans
 import pytest
 import tiny_gpt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,18 @@ def gpt() -> nn.Module:
     for block in found.blocks:
         block.dropout = nn.Identity()
     return found
+
+
+class DroppedAttention(nn.Module):
+    """Attention of ``[B, H, L, E]`` to itself, whose mask has the shape of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum()
 
 
 def kept_bytes(module: nn.Module) -> int:
@@ -111,3 +124,14 @@ def test_ways_are_the_modules_and_their_joins_without_the_dominated(seed: int) -
             )
     assert [w.again.time_s for w in found] == sorted({w.again.time_s for w in found})
     assert [w.again.saved_bytes for w in found] == sorted({w.again.saved_bytes for w in found})
+
+
+def test_masks_are_kept_as_the_program_draws_them() -> None:
+    """They are float32, or bools where all plans draw the same."""
+    graph = plans.annotated(plans.traced(DroppedAttention(), {"x": torch.zeros(2, 2, 64, 4)}))
+    program, kept = lower(graph, Plan(Mesh())), list[int]()
+    for rng in ("fast", "plan_independent"):
+        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, rng=rng)
+        walk = Walk(program, Setting(load_hardware("a100-80gb", 1), config, (0,)))
+        kept.append(walk.kept.first(0, len(graph.ops)))
+    assert kept[0] - kept[1] == 2 * 2 * 64 * 64 * (4 - 1)

@@ -317,6 +317,25 @@ def test_memory_moves_blocks_to_the_stages_that_hold_less() -> None:
     assert [s.stop - s.start for s in tight.stages] == [2, 3, 4]
 
 
+def test_the_first_of_blocks_alike_are_computed_again_those_that_save_most_first() -> None:
+    """The frontier has so many points here that they are rounded, which left the choice among
+    blocks alike to chance.
+    """
+    ways = tuple(Again(0.1 * 1.07**n, 1e9 * 1.01**n + n * n) for n in range(6))
+    layer, head = Block(1.0, 2.0, 0.0, 0.0, 2e9, ways), Block(1.0, 2.0, 0.0, 0.0, 1e9)
+    table = StageCosts(PlacedBlocks(1, [head, *[layer] * 24, head]), 1, False)
+    frontier = table._frontiers.of(0, 26)
+    assert frontier.rounded > 0
+    for memory in np.linspace(27e9, 48e9, 12):
+        chosen = table.recomputed(0, 26, 1, memory)
+        saved = [ways[way].saved_bytes for _, way in chosen]
+        assert [block for block, _ in chosen] == list(range(1, len(chosen) + 1))
+        assert saved == sorted(saved, reverse=True)
+        assert table.used_bytes(0, 26, chosen, 1) <= memory
+        least = frontier.chosen(50e9 - memory)
+        assert sorted(way for _, way in least) == sorted(way for _, way in chosen)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_schedule_of_any_split_is_below_the_bound(seed: int, schedule: str) -> None:

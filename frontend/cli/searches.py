@@ -39,6 +39,7 @@ from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.titles import in_sizes
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.questions.attention_modes import attention_modes
 from shardwright.policies.autodist.questions.explain import (
@@ -589,5 +590,6 @@ def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
             how += f"; {len(others)} more placed otherwise, up to {slowest}"
         if found.simpler is not None and found.simpler.title == title:
             how += "; taken, as it is simpler"
-        rows.append((title, step, least, peak, how))
-    return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
+        rows.append((in_sizes(title), step, least, peak, how))
+    refused = ((in_sizes(title), "", "", "", reason) for title, reason in found.refused.items())
+    return [*rows, *refused]

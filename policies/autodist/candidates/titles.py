@@ -5,9 +5,11 @@ Example: ``pp=2 x tp=4, 1f1b_interleaved x2, 3 of 8 layers computed again``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.plan.amounts import amount
+from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.stages.chain import Part
@@ -25,6 +27,17 @@ def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
     if num_positions > 1:
         sizes.insert(pp_place, f"pp={num_positions}")
     return " x ".join(sizes) or "one rank"
+
+
+_AXIS = rf"\b[{''.join(AXIS_NAMES)}]="
+_UNNAMED = re.compile(rf"{_AXIS}\d+(?: x {_AXIS}\d+)*")
+
+
+def in_sizes(title: str) -> str:
+    """A title as it is shown to people. Axes have names by what a plan splits along them, so those
+    of a mesh without a plan have sizes only: ``pp=2 x x=2 x y=4`` is ``pp=2 x 2 x 4 ranks``.
+    """
+    return _UNNAMED.sub(lambda found: f"{re.sub(_AXIS, '', found[0])} ranks", title)
 
 
 def stages_title(meshes: Sequence[Mesh]) -> str:
@@ -59,7 +72,7 @@ def refusals(found: SearchResult) -> list[str]:
         found.refused.keys() & found.needed_bytes.keys(),
         key=lambda title: (found.needed_bytes[title], title),
     )
-    lines = [f"{title}: {found.refused[title]}" for title in large[:MOST_LISTED]]
+    lines = [f"{in_sizes(title)}: {found.refused[title]}" for title in large[:MOST_LISTED]]
     if len(large) > MOST_LISTED:
         lines.append(f"{len(large) - MOST_LISTED} more need as much or more")
     # Other reasons are said once, with the first candidate that has them.
@@ -78,7 +91,7 @@ def first_of(titles: Sequence[str]) -> str:
     titles have commas.
     """
     has_commas = any("," in title for title in titles)
-    shown = ("; " if has_commas else ", ").join(titles[:2])
+    shown = ("; " if has_commas else ", ").join(map(in_sizes, titles[:2]))
     if len(titles) <= 2:
         return shown
     return f"{shown}{'; and' if has_commas else ' and'} {len(titles) - 2} more"

@@ -23,7 +23,7 @@ from shardwright.policies.autodist.candidates.results import (
     NotCompared,
     SearchResult,
 )
-from shardwright.policies.autodist.candidates.titles import first_of, mesh_title
+from shardwright.policies.autodist.candidates.titles import first_of, in_sizes, mesh_title
 from shardwright.policies.autodist.search.search_state import BOUNDS_SHARES, SearchState
 from shardwright.policies.autodist.stages.scheduled import ScheduledBound
 from shardwright.runtime.layout import Mesh
@@ -345,7 +345,7 @@ def _proof(result: SearchResult, best: Candidate) -> list[str]:
 def _of_placement(best: Candidate) -> str:
     """What is known of the placement behind the best plan. It says nothing of other meshes."""
     placed = best.placed[0]
-    where = mesh_title(1, placed.plan.mesh)
+    where = in_sizes(mesh_title(1, placed.plan.mesh))
     if best.plan.stages:
         return f"the placement of its stages, on {where} each, by itself: {placed.proof}"
     whose = "the placement of the search" if best.is_simple else "the placement"
@@ -412,7 +412,7 @@ def _where_not_compared(not_compared: Sequence[NotCompared]) -> str:
     # What is not known of a mesh puts it last.
     likely = sorted(not_compared, key=lambda each: (each.likely_s, each.bound_s))
     # Titles have commas.
-    named = "; ".join(each.title for each in likely[:MOST_NAMED])
+    named = "; ".join(in_sizes(each.title) for each in likely[:MOST_NAMED])
     if len(likely) <= MOST_NAMED:
         return f"those on {named}"
     searches = {each.search for each in likely}
@@ -428,7 +428,8 @@ def _tried(result: SearchResult) -> list[str]:
         if candidate.compared_s != candidate.step_s:
             step += f" ({amount(candidate.compared_s, 's', digits=6)} with each message by itself)"
         bound = amount(max(candidate.bound_s, result.arithmetic_bound_s), "s", digits=6)
-        lines.append(f"{candidate.title}: {step}, at least {bound}")
+        lines.append(f"{in_sizes(candidate.title)}: {step}, at least {bound}")
     for title, bound_s in result.bounds.items():
-        lines.append(f"{title}: none of them takes less than {amount(bound_s, 's', digits=6)}")
-    return [*lines, *(f"{title}: {reason}" for title, reason in result.refused.items())]
+        least = amount(bound_s, "s", digits=6)
+        lines.append(f"{in_sizes(title)}: none of them takes less than {least}")
+    return [*lines, *(f"{in_sizes(title)}: {why}" for title, why in result.refused.items())]

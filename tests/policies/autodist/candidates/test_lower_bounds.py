@@ -191,7 +191,7 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         ARITHMETIC,
         "the search was ended by the time limit of 1 s",
         "the simple policies may have a better plan: there was no time to compare it with "
-        "those on x=4; none of their plans was compared",
+        "those on 4 ranks; none of their plans was compared",
     )
     assert stated.covers == "any plan at all on so many ranks"
     cost, bound = (amount(seconds, "s", digits=6) for seconds in (stated.cost_s, least))

@@ -26,7 +26,7 @@ def test_what_is_said_of_several_is_said_once() -> None:
         SearchResult(refused={**alike, "x=4": "every plan on it takes at least 10 s"})
     ) == [
         "pp=2, pp=4 and 2 more: the model cannot be cut into so many stages",
-        "x=4: every plan on it takes at least 10 s",
+        "4 ranks: every plan on it takes at least 10 s",
     ]
     other = {f"x={number}": f"no placement: {number}" for number in range(MOST_LISTED + 2)}
     assert refusals(SearchResult(refused=other))[MOST_LISTED:] == ["and 2 more, for other reasons"]

@@ -522,7 +522,7 @@ def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> N
     proof = certificate(found, found.best, machine).proof
     assert (
         proof[-1]
-        == "not in the bound: pp=2 x x=2, pp=4, as no split of the placements chosen there fits"
+        == "not in the bound: pp=2 x 2 ranks, pp=4, as no split of the placements chosen there fits"
     )
     more = certificate(replace(found, unbounded=["a", "b", "c"]), found.best, machine).proof
     assert more[-1].startswith("not in the bound: a, b and 1 more, as no split")
@@ -541,7 +541,7 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
     needs = "228" if rows_are_float32() else "228.2"
     assert (
         "of what was audited is" in why[0]
-        and f"         x=4: it needs {needs} kB on a device, and 1 B are allowed" in why
+        and f"         4 ranks: it needs {needs} kB on a device, and 1 B are allowed" in why
     )
     assert hint == (
         "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given; "

@@ -135,6 +135,10 @@ def test_what_the_compiler_writes_goes_by_no_rank() -> None:
             "y = torch.get_device(y)",
             f"the compiler knows no operator `torch.get_device`, {NO_OPERATOR}",
         ),
+        (
+            "y = torch._shape_as_tensor(y)",
+            f"the compiler knows no operator `torch._shape_as_tensor`, {NO_OPERATOR}",
+        ),
         ("y = y.add_(x)", f"`y.add_(...)` {IN_PLACE}"),
         ("y = torch.relu_(y)", f"`torch.relu_` {IN_PLACE}"),
         ("y = torch.add(y, x, out=y)", f"`torch.add(..., out=...)` {IN_PLACE}"),

@@ -142,7 +142,7 @@ class TypedCalls(TorchFunctionMode):
         cut = [{axis for axes in shard_axes(x) for axis in axes} for x in tensors]
         stated = set(self.mesh.ordered(layouts[0].cut_axes)) if layouts else set()
         if any(axes - set(self.mesh.outer) != stated for axes in cut):
-            found = " and ".join(map(listed, cut))
+            found = " and ".join(dict.fromkeys(map(listed, cut)))
             raise Refusal(f"elements that are cut over {found} are stacked over {listed(stated)}")
         spmd.assert_type(result, local_types(tensors[0]))
         spmd.assert_type(
@@ -388,5 +388,5 @@ def untyped(name: str, arguments: Sequence[Any], error: Exception) -> str:
     of_pieces = "sum-Partial" in str(error)
     why = "each rank has that of its own piece, and nothing puts these together"
     return f"{name} of {', '.join(map(in_words, operands))} has no type: " + (
-        why if of_pieces else f"{type(error).__name__}: {error}"
+        why if of_pieces else f"spmd_types has no rule for it ({type(error).__name__}: {error})"
     )

@@ -30,12 +30,14 @@ def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
 
 
 _AXIS = rf"\b[{''.join(AXIS_NAMES)}]="
-_UNNAMED = re.compile(rf"{_AXIS}\d+(?: x {_AXIS}\d+)*")
+_SIZED = rf"{_AXIS}\d+(?: zigzag)?"
+_UNNAMED = re.compile(rf"{_SIZED}(?: x {_SIZED})*")
 
 
 def in_sizes(title: str) -> str:
     """A title as it is shown to people. Axes have names by what a plan splits along them, so those
-    of a mesh without a plan have sizes only: ``pp=2 x x=2 x y=4`` is ``pp=2 x 2 x 4 ranks``.
+    of a mesh without a plan have sizes only: ``pp=2 x x=2 x y=4`` is ``pp=2 x 2 x 4 ranks``, and
+    ``x=4 zigzag x y=2`` is ``4 zigzag x 2 ranks``.
     """
     return _UNNAMED.sub(lambda found: f"{re.sub(_AXIS, '', found[0])} ranks", title)
 

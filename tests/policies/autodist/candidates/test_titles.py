@@ -23,10 +23,10 @@ def test_what_is_said_of_several_is_said_once() -> None:
         f"pp={count}": "the model cannot be cut into so many stages" for count in (2, 4, 8, 16)
     }
     assert refusals(
-        SearchResult(refused={**alike, "x=4": "every plan on it takes at least 10 s"})
+        SearchResult(refused={**alike, "x=4 zigzag x y=2": "every plan on it takes at least 10 s"})
     ) == [
         "pp=2, pp=4 and 2 more: the model cannot be cut into so many stages",
-        "4 ranks: every plan on it takes at least 10 s",
+        "4 zigzag x 2 ranks: every plan on it takes at least 10 s",
     ]
     other = {f"x={number}": f"no placement: {number}" for number in range(MOST_LISTED + 2)}
     assert refusals(SearchResult(refused=other))[MOST_LISTED:] == ["and 2 more, for other reasons"]

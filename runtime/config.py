@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.runtime.arguments import MOST_LEVELS, checked, checked_late, is_too_deep
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
@@ -27,6 +27,9 @@ INPUT_MODES = ("whole", "sharded")
 """What a rank gets of one output: all of it, all of it but for training steps, its own piece, or
 nothing.
 """
+
+RngMode = Literal["fast", "plan_independent"]
+"""How random numbers are drawn: by each rank for its piece, or the same ones under every plan."""
 
 AUTO = "auto"
 """``use_zero="auto"``: the plan says the stage of ZeRO."""
@@ -140,7 +143,7 @@ class ComputeConfig:
     )
     constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
     grad_reduction: str = "sum"
-    rng: str = "fast"
+    rng: RngMode = "fast"
     seed: int = 0
     distributed_optimizer: DistributedOptimizerConfig | Mapping[str, Any] | None = None
     check_ranks_every: int = CHECK_RANKS_EVERY

@@ -40,6 +40,7 @@ from torch._compile import _disable_dynamo
 
 from shardwright.runtime.arguments import check_call, checked_late
 from shardwright.runtime.autocast import as_compiled
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.errors import (
     InputError,
     ShardwrightError,
@@ -71,7 +72,7 @@ from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.programs import Programs
 from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.wrappers import watch_wrappers
-from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ops.random_functions import RandomFunctions
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup

@@ -20,18 +20,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.runtime.atoms import AXIS, Atom
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.errors import LoadError, UsageError
 from shardwright.runtime.graph_objects import define_operator, numbered, object_of
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.pieces import local_piece
-
-RngMode = Literal["fast", "plan_independent"]
 
 Moment = tuple[int, int]
 """Step and microbatch."""

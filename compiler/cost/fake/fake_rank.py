@@ -27,7 +27,7 @@ from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.compiler.plan.program import Adapt, Loop
 from shardwright.runtime import adapters
-from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.in_pieces import (
     TOTAL,
     Gather,
@@ -39,18 +39,12 @@ from shardwright.runtime.in_pieces import (
     piece_of,
 )
 from shardwright.runtime.layout import Cut, Mesh
-from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.pieces import piece_lengths
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.transport import ReduceOp, Work
-
-
-def rng_of(config: ComputeConfig) -> RngMode:
-    """How programs that are compiled with a config draw random numbers."""
-    return "plan_independent" if config.rng == "plan_independent" else "fast"
-
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 """The exceptions of a call that cannot run without numbers. Torch's own for fake tensors are
@@ -62,7 +56,7 @@ other exception is an error of this package.
 class FakeRank:
     """The rank at index 0 of every axis of a mesh.
 
-    ``rng``: how it draws random numbers, as in :func:`rng_of`. ``zeros``: its tensors are real
+    ``rng``: how it draws random numbers, as ``ComputeConfig.rng``. ``zeros``: its tensors are real
     ones, filled with zeros, for the few functions that look at numbers. ``device``: where its
     operators make tensors. ``backend``: what it communicates through, as far as that needs memory.
 

@@ -25,8 +25,8 @@ from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy
 from shardwright.compiler.ops.tables.stepped import steps_of
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
 
 REAL_BYTES = 2**26
 """A call that looks at the numbers runs on real zeros, unless its tensors are larger than this."""

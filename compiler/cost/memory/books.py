@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import estimated_size, local_shape
 from shardwright.compiler.cost.machine.backend import MOST_MEMORY, Backend
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
@@ -49,7 +48,7 @@ class Books:
     ) -> None:
         self.mesh, self.config, self.optimizer, self.trains = mesh, config, optimizer, trains
         self.ledger = Ledger()
-        self.footprints = footprints_of(mesh, rng_of(config), backend)
+        self.footprints = footprints_of(mesh, config.rng, backend)
         self.summed_in = ReductionSettings(table=config.optimizer_table).gradient_dtype
         self._trained: set[str] = set()
 

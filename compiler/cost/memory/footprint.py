@@ -36,8 +36,8 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.tables.stepped import steps_of
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)

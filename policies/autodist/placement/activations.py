@@ -25,8 +25,8 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
 from shardwright.policies.autodist.placement.strategies import LayoutTable, OpChoices, Seconds
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.fake.saved_tensors import saved_for_backward
 from shardwright.compiler.cost.local_calls import local_bytes, local_call
 from shardwright.compiler.cost.memory.footprint import TensorForm, footprints_of
@@ -34,8 +33,8 @@ from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import Seconds
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.solver.solve import solve
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def _running(
     keeps from the forward to the backward.
     """
     found: dict[int, Seconds] = {}
-    rng = rng_of(request.config)
+    rng = request.config.rng
     for index, node in enumerate(formulation.nodes):
         if isinstance(node, OpNode) and node.op.name in names:
             assignments = node.choices.assignments

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -80,7 +79,7 @@ class _Draft:
         self.costs, self.edges = list(problem.node_costs), list(problem.edges)
         request = self.request
         self.activations = Activations.of(
-            graph, self.formulation.layouts, request.mesh, rng_of(request.config)
+            graph, self.formulation.layouts, request.mesh, request.config.rng
         )
         # A stage of a pipeline gives its results away, so nothing lives to its end.
         config = self.request.config

@@ -39,7 +39,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.time.kept_weights import keepers
 from shardwright.compiler.ir.graph import IRGraph
@@ -225,7 +224,7 @@ class _Builder:
         draft, request = self.draft, self.draft.request
         if not request.config.inference_only:
             activations = Activations.of(
-                self.graph, draft.pricing.layouts, request.mesh, rng_of(request.config)
+                self.graph, draft.pricing.layouts, request.mesh, request.config.rng
             )
             for index, node in enumerate(draft.nodes):
                 kept = (

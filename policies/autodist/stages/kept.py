@@ -11,8 +11,8 @@ from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.time.kept_weights import VIEWS
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import Compute, Step
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.ops.random import RngMode
 
 
 class Kept:

@@ -16,7 +16,6 @@ from itertools import groupby
 
 import torch
 
-from shardwright.compiler.cost.fake.fake_rank import rng_of
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import (
@@ -228,7 +227,7 @@ class Walk:
         if not self.setting.counts_kept:
             return Kept((), set(), self.mesh, {})
         own = {declaration.value.name for declaration in self.program.declarations}
-        rng = rng_of(self.setting.config)
+        rng = self.setting.config.rng
         return Kept(self.by_place, own, self.mesh, self.layouts, rng)
 
     def again(self, start: int, stop: int, end: int | None = None) -> Again:

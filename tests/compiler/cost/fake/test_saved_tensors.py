@@ -20,8 +20,8 @@ from shardwright.compiler.cost.fake.saved_tensors import (
     saved_for_backward,
     saving_to,
 )
+from shardwright.runtime.config import RngMode
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
 
 
 def really_saved(call: Call) -> Saved:

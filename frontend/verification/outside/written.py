@@ -128,6 +128,7 @@ METHOD = "torch.Tensor."
 """How the names of methods of tensors begin."""
 
 
+@cache
 def operators() -> frozenset[str]:
     """The operators of our tables under all their names in torch: ``torch.nn.functional.gelu``,
     ``torch.Tensor.view``, and both ``torch.ones`` and ``torch.ones_like``. Those that change a

@@ -12,7 +12,9 @@ The search gets the same ranks and the same batch. It keeps the row's unit, micr
 of ZeRO, and chooses everything else; with ``--free`` it also chooses the ranks of a unit (powers of
 2, up to ``--most-ranks``), the size of a microbatch and the stage of ZeRO. Devices are the presets,
 and all products in bfloat16. A plan says its samples and microbatches,
-``2 x 24``. ``--most``: so many rows of those asked for, evenly over the list.
+``2 x 24``. ``--most``: so many rows of those asked for, evenly over the list. ``--record``: a CSV
+to which each row is added, and whose rows are not searched again; ``published_record.py`` sums it
+up.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import torch
 from published import TABLES
+from published_record import Searched, read_record, summary, write_record
 from published_runs import (
     SEQUENCE_PARALLEL,
     Row,
@@ -35,7 +38,7 @@ from published_runs import (
     plan_of,
     refusal,
 )
-from published_search import Published, compare, heading
+from published_search import Comparison, Published, compare, heading, line
 from published_tables import read_tables
 
 from shardwright.compiler.passes.unused_outputs import needed
@@ -125,8 +128,10 @@ def _of_unit(row: Row, config: ComputeConfig) -> Subsearches:
     return Subsearches.of(graphs, config, None)
 
 
-def compared(row: Row, limit_s: float, most_ranks: int | None) -> str:
-    """A row of the table. ``most_ranks``: of a unit, where the search chooses it."""
+def compared(row: Row, limit_s: float, most_ranks: int | None) -> Comparison:
+    """The plan of a row beside what is found. ``most_ranks``: of a unit, where the search chooses
+    it.
+    """
     known = published(row)
 
     def search() -> SearchResult:
@@ -134,7 +139,7 @@ def compared(row: Row, limit_s: float, most_ranks: int | None) -> str:
             return searched(row, known, limit_s)
         return searched_freely(row, known, limit_s, most_ranks)
 
-    return compare([row.name, row.study, row.model, str(row.gpus)], known, search)
+    return compare(known, search)
 
 
 def main() -> None:
@@ -148,6 +153,9 @@ def main() -> None:
     default_s = AutodistOptions.time_limit_s
     parser.add_argument(
         "--limit", type=float, default=default_s, help="CPU seconds for each search"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="CSV", help="added to; its rows are left out"
     )
     parser.add_argument("--free", action="store_true", help="units and batches are searched, too")
     parser.add_argument("--most-ranks", type=int, default=64, help="of a unit, with --free")
@@ -163,13 +171,22 @@ def main() -> None:
     rows = [row for row in rows if arguments.study in row.study and not row.experts]
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     said = distinct([row for row in rows if refusal(row) is None])
+    record = read_record(arguments.record) if arguments.record else {}
+    most_ranks = arguments.most_ranks if arguments.free else None
     print(heading(["row", "study", "model", "GPUs"]), flush=True)
     for row in spread(said, arguments.most):
-        most_ranks = arguments.most_ranks if arguments.free else None
-        print(compared(row, arguments.limit, most_ranks), flush=True)
+        if row.name in record:
+            continue
+        found = compared(row, arguments.limit, most_ranks)
+        print(line([row.name, row.study, row.model, str(row.gpus), *found.cells]), flush=True)
+        work = Searched(row.name, row.study, row.model, row.gpus, arguments.limit)
+        record[row.name] = work, found
+        if arguments.record:
+            write_record(arguments.record, record)
     for row in rows:
         if refusal(row) is not None:
             print(f"left out, {row.name}: {refusal(row)}")
+    print("\n".join(["", *summary(record)]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -83,25 +83,72 @@ def best_known(published: Published) -> Known:
     return min(found, key=lambda known: known.cost.peak_bytes)
 
 
-def compare(cells: Iterable[str], published: Published, search: Callable[[], SearchResult]) -> str:
-    """A line of a table: ``cells`` that name the plan, and those of :data:`COLUMNS`."""
+@dataclass(frozen=True)
+class Comparison:
+    """A published plan beside what a search found for the same work.
+
+    ``published``, ``found``: the plans in words, or why there is none; steps in s and peaks in GB
+    are those of their audits. ``gap``: how far the bound of the search is below its step, as a part
+    of the step; ``cpu_s``: CPU seconds of the search; ``left_out``: see :data:`COLUMNS`. A search
+    without a plan has a step of 0.
+    """
+
+    published: str
+    published_s: float
+    published_gb: float
+    fits: bool
+    found: str = ""
+    cpu_s: float = 0.0
+    found_s: float = 0.0
+    found_gb: float = 0.0
+    gap: float = 0.0
+    left_out: int = 0
+
+    @property
+    def change(self) -> float | None:
+        """How much longer the plan found takes, as a part of the published one's time; ``None``
+        where one of them is missing or does not fit.
+        """
+        return self.found_s / self.published_s - 1 if self.fits and self.found_s else None
+
+    @property
+    def cells(self) -> list[str]:
+        """Those of :data:`COLUMNS`."""
+        step = f"{self.published_s:.3f}"
+        cells = [self.published, step if self.fits else f"({step})", f"{self.published_gb:.0f}"]
+        if not self.found_s:
+            return [*cells, self.found, "", "", "", "", f"{self.cpu_s:.0f}", ""]
+        cells += [self.found, f"{self.found_s:.3f}", f"{self.found_gb:.0f}"]
+        cells.append("" if self.change is None else f"{self.change:+.1%}")
+        return [*cells, f"{self.gap:.1%}", f"{self.cpu_s:.0f}", str(self.left_out)]
+
+
+def compare(published: Published, search: Callable[[], SearchResult]) -> Comparison:
+    """The plan that a search finds, beside a published one."""
     known = best_known(published)
-    step = f"{known.cost.step_s:.3f}"
-    found = [*cells, f"{published.text}, {known.title}", step if known.fits else f"({step})"]
-    found.append(f"{known.cost.peak_bytes / 1e9:.0f}")
+    comparison = Comparison(
+        published=f"{published.text}, {known.title}",
+        published_s=known.cost.step_s,
+        published_gb=known.cost.peak_bytes / 1e9,
+        fits=known.fits,
+    )
     began = time.process_time()
     try:
         result = search()
         certificate = settled(result, published.config, published.hardware).certificate
     except PlanError as error:
-        found += [f"none: {error.what}", "", "", "", ""]
-        return line([*found, f"{time.process_time() - began:.0f}", ""])
+        return replace(comparison, found=f"none: {error.what}", cpu_s=time.process_time() - began)
     best = result.best
     assert best is not None and best.cost is not None and certificate is not None
-    found += [best.title, f"{best.step_s:.3f}", f"{best.cost.peak_bytes / 1e9:.0f}"]
-    found.append(f"{best.step_s / known.cost.step_s - 1:+.1%}" if known.fits else "")
-    found += [f"{certificate.gap:.1%}", f"{time.process_time() - began:.0f}"]
-    return line([*found, str(len(result.not_compared))])
+    return replace(
+        comparison,
+        found=best.title,
+        found_s=best.step_s,
+        found_gb=best.cost.peak_bytes / 1e9,
+        gap=certificate.gap,
+        cpu_s=time.process_time() - began,
+        left_out=len(result.not_compared),
+    )
 
 
 def heading(names: Iterable[str]) -> str:

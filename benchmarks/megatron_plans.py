@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from megatron_times import RESIDUAL_STREAM, SEQ, VOCAB, Layer
-from published_search import Published, compare, heading, line
+from published_search import Published, audited, cells, found_for, heading, line
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import annotate, pass_manager
@@ -192,11 +192,11 @@ def compared(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
     """A row of the table."""
     known = published(case)
     units = f"{case.unit_ranks} x {case.gpus // case.unit_ranks}"
-    found = compare(
+    found = found_for(
         known,
         lambda: searched(case, known.graph, known.hardware, limit_s, sizes=sizes, zero=zero),
     )
-    return line([case.name, units, *found.cells])
+    return line([case.name, units, *cells(audited(known), found)])
 
 
 def main() -> None:

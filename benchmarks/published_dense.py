@@ -11,10 +11,11 @@ ours says is named with the reason.
 The search gets the same ranks and the same batch. It keeps the row's unit, microbatches and stage
 of ZeRO, and chooses everything else; with ``--free`` it also chooses the ranks of a unit (powers of
 2, up to ``--most-ranks``), the size of a microbatch and the stage of ZeRO. Devices are the presets,
-and all products in bfloat16. A plan says its samples and microbatches,
-``2 x 24``. ``--most``: so many rows of those asked for, evenly over the list. ``--record``: a CSV
-to which each row is added, and whose rows are not searched again; ``published_record.py`` sums it
-up.
+and all products in bfloat16. A plan says its samples and microbatches, ``2 x 24``. Rows of the same
+work share a search, and its CPU seconds.
+
+``--most``: so many rows of those asked for, evenly over the list. ``--record``: a CSV to which each
+row is added, and whose rows are not searched again; ``published_record.py`` sums it up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from published_runs import (
     plan_of,
     refusal,
 )
-from published_search import Comparison, Published, compare, heading, line
+from published_search import Found, Published, audited, cells, found_for, heading, line
 from published_tables import read_tables
 
 from shardwright.compiler.passes.unused_outputs import needed
@@ -128,18 +129,27 @@ def _of_unit(row: Row, config: ComputeConfig) -> Subsearches:
     return Subsearches.of(graphs, config, None)
 
 
-def compared(row: Row, limit_s: float, most_ranks: int | None) -> Comparison:
-    """The plan of a row beside what is found. ``most_ranks``: of a unit, where the search chooses
-    it.
+class Searches:
+    """The searches for rows, of at most ``limit_s`` CPU seconds each: rows of the same work share
+    one. ``most_ranks``: of a unit, where the search chooses it.
     """
-    known = published(row)
 
-    def search() -> SearchResult:
-        if most_ranks is None:
-            return searched(row, known, limit_s)
-        return searched_freely(row, known, limit_s, most_ranks)
+    def __init__(self, limit_s: float, most_ranks: int | None) -> None:
+        self._limit_s, self._most_ranks = limit_s, most_ranks
+        self._known: dict[object, Found] = {}
 
-    return compare(known, search)
+    def found(self, row: Row, known: Published) -> Found:
+        """What is found for a row."""
+        sizes = row.microbatch * row.dp, row.num_microbatches
+        work = row.model, row.sizes, row.gpu, row.config, *sizes
+        if work not in self._known:
+            self._known[work] = found_for(known, lambda: self._search(row, known))
+        return self._known[work]
+
+    def _search(self, row: Row, known: Published) -> SearchResult:
+        if self._most_ranks is None:
+            return searched(row, known, self._limit_s)
+        return searched_freely(row, known, self._limit_s, self._most_ranks)
 
 
 def main() -> None:
@@ -172,15 +182,17 @@ def main() -> None:
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     said = distinct([row for row in rows if refusal(row) is None])
     record = read_record(arguments.record) if arguments.record else {}
-    most_ranks = arguments.most_ranks if arguments.free else None
+    searches = Searches(arguments.limit, arguments.most_ranks if arguments.free else None)
     print(heading(["row", "study", "model", "GPUs"]), flush=True)
     for row in spread(said, arguments.most):
         if row.name in record:
             continue
-        found = compared(row, arguments.limit, most_ranks)
-        print(line([row.name, row.study, row.model, str(row.gpus), *found.cells]), flush=True)
+        known = published(row)
+        theirs, found = audited(known), searches.found(row, known)
+        own = [row.name, row.study, row.model, str(row.gpus)]
+        print(line([*own, *cells(theirs, found)]), flush=True)
         work = Searched(row.name, row.study, row.model, row.gpus, arguments.limit)
-        record[row.name] = work, found
+        record[row.name] = work, theirs, found
         if arguments.record:
             write_record(arguments.record, record)
     for row in rows:

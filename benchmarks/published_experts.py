@@ -29,7 +29,7 @@ import torch
 from fused_kernels import one_rotary_kernel
 from published_models import qwen3
 from published_runs import PRESETS, hardware_of, over_nodes
-from published_search import Published, compare, heading, line
+from published_search import Published, audited, cells, found_for, heading, line
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -194,8 +194,9 @@ def compared(row: Row, limit_s: float) -> str:
         simpler_within=0.0,
         hardware=PRESETS[row.gpu],
     )
-    found = compare(known, lambda: search(known.graph, row.config, options, known.hardware))
-    return line([row.name, row.model, f"{row.gpus} {row.gpu}", *found.cells])
+    found = found_for(known, lambda: search(known.graph, row.config, options, known.hardware))
+    own = [row.name, row.model, f"{row.gpus} {row.gpu}"]
+    return line([*own, *cells(audited(known), found)])
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from published_search import Comparison, line
+from published_search import Found, Theirs, change, line
 
 from shardwright.runtime.swap import write_file
 
@@ -42,8 +42,8 @@ class Searched:
     limit_s: float
 
 
-Record = dict[str, tuple[Searched, Comparison]]
-"""What was searched, by the name of the row."""
+Record = dict[str, tuple[Searched, Theirs, Found]]
+"""What was searched, by the name of the row: a line has all fields of the three."""
 
 
 def read_record(path: Path) -> Record:
@@ -51,8 +51,10 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        rows = [(_of(Searched, row), _of(Comparison, row)) for row in csv.DictReader(file)]
-    return {searched.row: (searched, comparison) for searched, comparison in rows}
+        rows = [
+            (_of(Searched, row), _of(Theirs, row), _of(Found, row)) for row in csv.DictReader(file)
+        ]
+    return {searched.row: (searched, theirs, found) for searched, theirs, found in rows}
 
 
 def _of(kind: Any, cells: dict[str, str]) -> Any:
@@ -62,7 +64,7 @@ def _of(kind: Any, cells: dict[str, str]) -> Any:
 def write_record(path: Path, record: Record) -> None:
     """Replace the record in a file. Figures have six digits."""
     text = io.StringIO()
-    names = [field.name for kind in (Searched, Comparison) for field in fields(kind)]
+    names = [field.name for kind in (Searched, Theirs, Found) for field in fields(kind)]
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for parts in record.values():
@@ -75,34 +77,30 @@ def write_record(path: Path, record: Record) -> None:
 
 def summary(record: Record) -> list[str]:
     """A table: what was found for the plans of each study, and for all."""
-    studies = sorted({searched.study for searched, _ in record.values()})
-    parts = {
-        study: [found for searched, found in record.values() if searched.study == study]
-        for study in studies
-    }
-    parts["all"] = [found for _, found in record.values()]
-    lines = [_summed(study, comparisons) for study, comparisons in parts.items()]
+    parts: dict[str, list[tuple[Theirs, Found]]] = {}
+    for searched, *pair in sorted(record.values(), key=lambda item: item[0].study):
+        parts.setdefault(searched.study, []).append((pair[0], pair[1]))
+    parts["all"] = [pair for pairs in parts.values() for pair in pairs]
+    lines = [_summed(study, pairs) for study, pairs in parts.items()]
     return [line(COLUMNS), "|---" * len(COLUMNS) + "|", *lines]
 
 
-def _summed(study: str, comparisons: Sequence[Comparison]) -> str:
-    changes = [found.change for found in comparisons if found.change is not None]
+def _summed(study: str, pairs: Sequence[tuple[Theirs, Found]]) -> str:
+    changes = [more for pair in pairs if (more := change(*pair)) is not None]
+    known = [found for _, found in pairs if found.found_s]
     counts = {
-        "shorter": sum(change < -EQUAL_WITHIN for change in changes),
-        "equal": sum(abs(change) <= EQUAL_WITHIN for change in changes),
-        "longer": sum(change > EQUAL_WITHIN for change in changes),
-        "none fits": sum(not found.found_s for found in comparisons),
-        "the published one does not fit": sum(
-            not found.fits for found in comparisons if found.found_s
-        ),
+        "shorter": sum(more < -EQUAL_WITHIN for more in changes),
+        "equal": sum(abs(more) <= EQUAL_WITHIN for more in changes),
+        "longer": sum(more > EQUAL_WITHIN for more in changes),
+        "none": len(pairs) - len(known),
+        "where the published plan does not fit": len(known) - len(changes),
     }
-    cells = [study, str(len(comparisons))]
+    cells = [study, str(len(pairs))]
     cells.append(", ".join(f"{count} {word}" for word, count in counts.items() if count))
     cells.append(f"{median(changes):+.1%}" if changes else "")
-    found = [comparison for comparison in comparisons if comparison.found_s]
-    cells += _middle_and_most((comparison.gap for comparison in found), "{:.1%}")
-    cells.append(str(sum(comparison.left_out > 0 for comparison in found)))
-    cells += _middle_and_most((comparison.cpu_s for comparison in comparisons), "{:.0f}")
+    cells += _middle_and_most((found.gap for found in known), "{:.1%}")
+    cells.append(str(sum(found.left_out > 0 for found in known)))
+    cells += _middle_and_most((found.cpu_s for _, found in pairs), "{:.0f}")
     return line(cells)
 
 

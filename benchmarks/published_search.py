@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
@@ -38,7 +38,7 @@ COLUMNS = (
     "CPU s",
     "left out",
 )
-"""The columns of :func:`compare`. ``left out``: meshes with whose plans of simple policies there
+"""The columns of :func:`cells`. ``left out``: meshes with whose plans of simple policies there
 was no time to compare.
 """
 
@@ -84,71 +84,75 @@ def best_known(published: Published) -> Known:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A published plan beside what a search found for the same work.
-
-    ``published``, ``found``: the plans in words, or why there is none; steps in s and peaks in GB
-    are those of their audits. ``gap``: how far the bound of the search is below its step, as a part
-    of the step; ``cpu_s``: CPU seconds of the search; ``left_out``: see :data:`COLUMNS`. A search
-    without a plan has a step of 0.
-    """
+class Theirs:
+    """What audits say of the best form of a published plan. Steps in s, peaks in GB."""
 
     published: str
     published_s: float
     published_gb: float
     fits: bool
-    found: str = ""
-    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: a plan in words, or why there is none. A step of 0 says that there is
+    none.
+
+    ``gap``: how far the bound is below the step, as a part of the step; ``cpu_s``: CPU seconds of
+    the search; ``left_out``: see :data:`COLUMNS`.
+    """
+
+    found: str
+    cpu_s: float
     found_s: float = 0.0
     found_gb: float = 0.0
     gap: float = 0.0
     left_out: int = 0
 
-    @property
-    def change(self) -> float | None:
-        """How much longer the plan found takes, as a part of the published one's time; ``None``
-        where one of them is missing or does not fit.
-        """
-        return self.found_s / self.published_s - 1 if self.fits and self.found_s else None
 
-    @property
-    def cells(self) -> list[str]:
-        """Those of :data:`COLUMNS`."""
-        step = f"{self.published_s:.3f}"
-        cells = [self.published, step if self.fits else f"({step})", f"{self.published_gb:.0f}"]
-        if not self.found_s:
-            return [*cells, self.found, "", "", "", "", f"{self.cpu_s:.0f}", ""]
-        cells += [self.found, f"{self.found_s:.3f}", f"{self.found_gb:.0f}"]
-        cells.append("" if self.change is None else f"{self.change:+.1%}")
-        return [*cells, f"{self.gap:.1%}", f"{self.cpu_s:.0f}", str(self.left_out)]
-
-
-def compare(published: Published, search: Callable[[], SearchResult]) -> Comparison:
-    """The plan that a search finds, beside a published one."""
+def audited(published: Published) -> Theirs:
+    """The best form of a published plan, as the audit has it."""
     known = best_known(published)
-    comparison = Comparison(
-        published=f"{published.text}, {known.title}",
-        published_s=known.cost.step_s,
-        published_gb=known.cost.peak_bytes / 1e9,
-        fits=known.fits,
-    )
+    text = f"{published.text}, {known.title}"
+    return Theirs(text, known.cost.step_s, known.cost.peak_bytes / 1e9, known.fits)
+
+
+def found_for(published: Published, search: Callable[[], SearchResult]) -> Found:
+    """What a search finds for the work of a published plan."""
     began = time.process_time()
     try:
         result = search()
         certificate = settled(result, published.config, published.hardware).certificate
     except PlanError as error:
-        return replace(comparison, found=f"none: {error.what}", cpu_s=time.process_time() - began)
+        return Found(f"none: {error.what}", time.process_time() - began)
     best = result.best
     assert best is not None and best.cost is not None and certificate is not None
-    return replace(
-        comparison,
-        found=best.title,
-        found_s=best.step_s,
-        found_gb=best.cost.peak_bytes / 1e9,
-        gap=certificate.gap,
-        cpu_s=time.process_time() - began,
-        left_out=len(result.not_compared),
+    return Found(
+        best.title,
+        time.process_time() - began,
+        best.step_s,
+        best.cost.peak_bytes / 1e9,
+        certificate.gap,
+        len(result.not_compared),
     )
+
+
+def change(theirs: Theirs, found: Found) -> float | None:
+    """How much longer the plan found takes, as a part of the published one's time; ``None`` where
+    one of them is missing or does not fit.
+    """
+    return found.found_s / theirs.published_s - 1 if theirs.fits and found.found_s else None
+
+
+def cells(theirs: Theirs, found: Found) -> list[str]:
+    """Those of :data:`COLUMNS`."""
+    step, more = f"{theirs.published_s:.3f}", change(theirs, found)
+    listed = [theirs.published, step if theirs.fits else f"({step})", f"{theirs.published_gb:.0f}"]
+    if not found.found_s:
+        return [*listed, found.found, "", "", "", "", f"{found.cpu_s:.0f}", ""]
+    listed += [found.found, f"{found.found_s:.3f}", f"{found.found_gb:.0f}"]
+    listed.append("" if more is None else f"{more:+.1%}")
+    return [*listed, f"{found.gap:.1%}", f"{found.cpu_s:.0f}", str(found.left_out)]
 
 
 def heading(names: Iterable[str]) -> str:

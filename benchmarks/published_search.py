@@ -145,7 +145,7 @@ def change(theirs: Theirs, found: Found) -> float | None:
 
 
 def cells(theirs: Theirs, found: Found) -> list[str]:
-    """Those of :data:`COLUMNS`."""
+    """The cells of :data:`COLUMNS`."""
     step, more = f"{theirs.published_s:.3f}", change(theirs, found)
     listed = [theirs.published, step if theirs.fits else f"({step})", f"{theirs.published_gb:.0f}"]
     if not found.found_s:

@@ -71,7 +71,10 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequenc
     """
     if not ranks:
         raise ConfigError(f"a {kind} needs at least one rank", hint="name the ranks that take part")
-    return _seconds(_group_lines(hardware.network, kind, tuple(ranks)), num_bytes)
+    network, group = hardware.network, tuple(ranks)
+    if len(set(group)) == len(group) == 2 and not any(_lacks(network, rank) for rank in group):
+        group = _pairs(network)[_tier_of(network, group)]
+    return _seconds(_group_lines(network, kind, group), num_bytes)
 
 
 def groups_collective_s(
@@ -137,6 +140,34 @@ def _seconds(patterns: tuple[tuple[Line, ...], ...], num_bytes: float) -> float:
         (min(latency + num_bytes * per_byte for latency, per_byte in lines) for lines in patterns),
         default=0.0,
     )
+
+
+def _lacks(network: Network, rank: int) -> bool:
+    return not 0 <= rank < network.num_devices
+
+
+def _tier_of(network: Network, group: Sequence[int]) -> int:
+    """The innermost tier that has two ranks in one group."""
+    first, second = group
+    return next(
+        index
+        for index, tier in enumerate(network.tiers)
+        if tier.group_of[first] == tier.group_of[second]
+    )
+
+
+@lru_cache(maxsize=64)
+def _pairs(network: Network) -> tuple[tuple[int, ...], ...]:
+    """Two neighbours that each tier is the innermost to have in one group. A message between any
+    other two of that tier takes as long, so that of 65,536 pairs of 512 ranks few are priced.
+    """
+    inner, found = np.arange(network.num_devices), list[tuple[int, ...]]()
+    for tier in network.tiers:
+        outer = tier.group_of
+        joined = np.flatnonzero((outer[1:] == outer[:-1]) & (inner[1:] != inner[:-1]))
+        found.append((int(joined[0]), int(joined[0]) + 1) if len(joined) else ())
+        inner = outer
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -238,7 +238,7 @@ class SearchResult:
     @property
     def tried_mixed(self) -> bool:
         """Whether stages that differ were searched, and so are among what the bound is of."""
-        return bool(self.bounds) or any(
+        return any(len(asked.placements) > 1 for asked in self.bounded.values()) or any(
             candidate.is_mixed for candidate in (*self.audited, *self.others)
         )
 

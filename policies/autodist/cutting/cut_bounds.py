@@ -43,6 +43,24 @@ class CutBounds:
                 return True
         return False
 
+    def may_take_less(self, cut_request: CutRequest, below_s: float) -> bool:
+        """Whether some cut may take less than so many seconds, memory and messages aside: as its
+        stages have whole blocks, and wait for the first microbatch. Soon known.
+        """
+        for starts, layers in self.blocks.chains(cut_request):
+            costs = self.blocks.costs(cut_request, starts, layers)
+            if may_take_less(
+                self.blocks.placed(cut_request, costs),
+                self.blocks.num_devices(cut_request),
+                cut_request.num_stages,
+                self.space.num_microbatches,
+                below_s,
+                splits_backward=cut_request.splits_backward,
+                between=self.blocks.messages(cut_request, starts),
+            ):
+                return True
+        return False
+
     def scheduled_bound(self, cut_request: CutRequest) -> ScheduledBound:
         """What no cut of a cut request takes less than, as its stages wait for one another on its
         schedule and share the memory of their positions: to be found out by playing.

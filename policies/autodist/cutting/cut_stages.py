@@ -143,7 +143,12 @@ class Cutter:
             costs = self.blocks.costs(cut_request, starts, layers)
             messages = self.blocks.messages(cut_request, starts)
             prediction = Prediction(
-                cut_request, costs, starts, messages, self.space.num_microbatches
+                cut_request,
+                costs,
+                starts,
+                messages,
+                self.blocks.ends(cut_request),
+                self.space.num_microbatches,
             )
             predictions.append(prediction)
             split = self._stages(prediction, memory_bytes, is_bounded=is_bounded)

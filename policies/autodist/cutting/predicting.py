@@ -29,14 +29,15 @@ from shardwright.policies.autodist.stages.walk import Setting
 
 @dataclass(frozen=True)
 class Prediction:
-    """The times of the splits of one cut request. ``costs``: one for each of its placements, of
-    blocks that begin at ``starts``.
+    """The times of the splits of one cut request. ``costs``, ``ends``: one for each of its
+    placements; the blocks begin at ``starts``.
     """
 
     cut_request: CutRequest
     costs: Sequence[BlockCosts]
     starts: Sequence[int]
     messages: Messages
+    ends: Sequence[StepEnds]
     num_microbatches: int
 
     def step_s(self, split: Split, below_s: float = float("inf")) -> float:
@@ -222,15 +223,11 @@ class Prediction:
         places: list[list[tuple[int, int]]] = [[] for _ in ranks]
         for position, edges in zip(on, itertools.pairwise(starts), strict=True):
             places[position].append(edges)
-        if len(self._ends) == 1:
-            return self._ends[0].more_s(ranks, places)
+        if len(self.ends) == 1:
+            return self.ends[0].more_s(ranks, places)
         # With several placements each position has one stage, and no two hold a parameter.
         chosen = dict(zip(on, (stage.placement for stage in stages), strict=True))
         return [
-            self._ends[chosen[position]].more_s([own], [places[position]])[0]
+            self.ends[chosen[position]].more_s([own], [places[position]])[0]
             for position, own in enumerate(ranks)
         ]
-
-    @cached_property
-    def _ends(self) -> list[StepEnds]:
-        return [StepEnds(lowered.walk) for lowered in self.cut_request.placements]

@@ -21,6 +21,7 @@ from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_c
 from shardwright.policies.autodist.stages.boundaries import Messages, RanksOf
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.policies.autodist.stages.stage_costs import PlacedBlocks
+from shardwright.policies.autodist.stages.step_ends import StepEnds
 from shardwright.policies.autodist.stages.walk import Walk
 
 KEPT = 8
@@ -41,6 +42,7 @@ class RequestBlocks:
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], BlockCosts] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
         self._inputs_s: dict[tuple[Walk, tuple[int, ...]], list[float]] = {}
+        self._ends: dict[Walk, StepEnds] = {}
 
     def messages(self, cut_request: CutRequest, starts: Sequence[int]) -> Messages:
         """The prices of boundaries; cut requests with the same blocks share what they can."""
@@ -63,6 +65,11 @@ class RequestBlocks:
         if key not in self._inputs_s:
             self._inputs_s[key] = _inputs_s(walk, starts)
         return self._inputs_s[key]
+
+    def ends(self, cut_request: CutRequest) -> list[StepEnds]:
+        """The ends of steps in each of the placements; all schedules share them."""
+        walks = [lowered.walk for lowered in cut_request.placements]
+        return [self._ends.setdefault(walk, StepEnds(walk)) for walk in walks]
 
     def num_devices(self, cut_request: CutRequest) -> int:
         """The devices of all stages. Several stages on one position count each for itself."""

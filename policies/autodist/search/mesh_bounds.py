@@ -75,7 +75,10 @@ class MeshBounds:
         """
         # Meshes of which something was tried have the bounds of these candidates.
         known = {id(candidate.placed[0]) for candidate in self._result.tried}
-        # A mesh is answered when one of its placements became a candidate that was tried.
+        bounded = self._result.bounded.values()
+        known |= {id(asked.placements[0].placed) for asked in bounded if len(asked.placements) == 1}
+        # A mesh is answered when one of its placements became a candidate that was tried, or has
+        # bounds of its own.
         answered = {
             placed_mesh.where
             for placed_mesh, placed in made

@@ -42,6 +42,9 @@ from shardwright.policies.autodist.stages.chain import layer_blocks
 FIRST_MESH_SHARES = (0.2, 0.45)
 """The shares of a short limit until which meshes are placed to begin with, and tried."""
 
+FEW_AUDITS = 4
+"""Of fewer audits it is not taken how far predictions are above them."""
+
 NUM_VARIED = 3
 """How many of the best plans each time have their placements tried with more stages on a position.
 """
@@ -148,6 +151,45 @@ class MeshSearch:
         self._try_all(self.placed[self._num_first :])
         self._num_first = len(self.placed)
 
+    def try_further(self) -> None:
+        """Try further placements on the meshes whose fastest one fits only with layers computed
+        again, while their bound is below the best plan.
+        """
+        paused, num_known = self.trials.take_paused(), len(self.result.others)
+        for index, (placed_mesh, trying) in enumerate(paused):
+            if self.pace.may_end(TRYING_SHARE):
+                self.state.end_by_time()
+                break
+            if placed_mesh.bound_s < self.state.out_s(placed_mesh):
+                self.pace.num_waiting = len(paused) - index - 1
+                with self.clock.timed(TRIED):
+                    for _ in trying:
+                        pass
+        if len(self.result.others) > num_known:
+            self._audit()
+
+    def _audit(self) -> None:
+        """Audit the promising candidates: those predicted to take more than the best plan as far as
+        predictions have been above audits so far.
+        """
+        self.audits.audit_promising(near=self._near())
+
+    def _near(self) -> float:
+        audited = [
+            (each, each.cost)
+            for each in self.result.audited
+            if each.cut_request is not None and each.cost is not None
+        ]
+        found = [
+            candidate.predicted_s / cost.compared_s
+            for candidate, cost in (*audited, *self.audits.too_large)
+            if not candidate.plan.loops
+        ]
+        if len(found) < FEW_AUDITS:
+            return self.space.near
+        least = 1 + self.space.simpler_within
+        return min(self.space.near, max(least, *found))
+
     def try_inner(self) -> None:
         """Try the pipeline axis further inside, wherever that puts some ranks on other tiers of the
         machine. Meshes are tried whose bound is below the best plan: their own axes lie on no
@@ -201,7 +243,7 @@ class MeshSearch:
                 self.trials.try_schedules(replace(asked, title=title), usable)
                 is_new = True
         if is_new:
-            self.audits.audit_promising()
+            self._audit()
 
     def answer_at_once(self) -> None:
         """Find one plan that fits, where there is none yet, from what is known."""
@@ -252,7 +294,7 @@ class MeshSearch:
                     if hurries:
                         hurried.append(placed_mesh)
                         break
-            self.audits.audit_promising()
+            self._audit()
             # Now that something fits, the others get all their requests.
             if self.result.audited:
                 waiting, hurried = hurried + waiting, []

@@ -7,8 +7,8 @@
 mesh_search.py       places the model on every mesh, and tries every schedule with what fits: by
                      mesh_order.py, mesh_placing.py, mesh_trials.py, mesh_bounds.py, mesh_pace.py
 leanest_plans.py     finds what takes least memory, where nothing has fitted
-mixed_stages.py      lets every stage of a pipeline choose its placement and number of ranks
 simple_policies.py   audits the plans of the simple policies that may still be better
+mixed_stages.py      lets every stage of a pipeline choose its placement and number of ranks
 certificate.py       raises the lower bounds of pipelines, once the answer is known
 auditing.py          lowers candidates to programs and audits them: this decides
 loss_pieces.py       computes the loss in pieces, where plans are too large without
@@ -22,10 +22,10 @@ near the best are audited.
 
 **What decides.** The audited cost of the lowered program. A prediction never does.
 
-Example: on ``x=4`` the fastest placement takes 2.0 s, but 90 GB of the 80 GB there are. The same
-mesh is placed within 80 GB (2.3 s), and once more for a price on memory with layers computed again
-(2.2 s). All three are cut for every schedule, the best of them is audited at 2.21 s, and every mesh
-whose bound is above that is left out.
+Example: on ``x=4`` the fastest placement takes 2.0 s, but 90 GB of the 80 GB there are, and does
+not fit with layers computed again either. The same mesh is placed within 80 GB (2.3 s), and once
+more for a price on memory with layers computed again (2.2 s). All three are cut for every schedule,
+the best of them is audited at 2.21 s, and every mesh whose bound is above that is left out.
 """
 
 from __future__ import annotations
@@ -157,14 +157,11 @@ class Search:
         if self.space.pieces:
             loss_pieces.run()
 
-        # Variations of what was found: the pipeline axis further inside, more stages on each
-        # position, and stages that differ.
+        # More stages on each position, for the best plans.
         if not self.state.is_late():
-            meshes.try_inner()
             meshes.try_more_chunks()
-            MixedStages(self.state, self.audits).run(meshes.placed)
 
-        # Last, audit what is predicted to beat the best plan; bound the meshes that are left; audit
+        # Audit what is predicted to beat the best plan; bound the meshes that are left; audit
         # simple policies' plans that may be better, and of those that are too large the same with
         # the loss in pieces.
         simple_policies.end_reserve()
@@ -174,6 +171,16 @@ class Search:
         simple_policies.run(meshes.placed, meshes.left)
         if self.space.pieces:
             loss_pieces.run()
+
+        # Last, what is seldom better: stages that differ, the pipeline axis further inside, and
+        # further placements on meshes whose fastest one fits.
+        if not self.state.is_late():
+            MixedStages(self.state, self.audits).run(meshes.placed)
+            meshes.try_inner()
+            meshes.try_further()
+            meshes.try_more_chunks()
+        if self.result.audited:
+            self.audits.audit_promising(most=1, near=1.0)
 
     def _bound(self) -> None:
         """State what no plan takes less than, as far as that is known."""

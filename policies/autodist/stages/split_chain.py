@@ -185,12 +185,14 @@ def may_take_less(
     below_s: float,
     *,
     splits_backward: bool,
+    between: Between | None = None,
 ) -> bool:
-    """Whether a split could take less, as far as the bound tells, memory and messages aside."""
+    """Whether a split could take less, as far as the bound tells, memory and messages aside.
+    ``between``: what they may save of the work around them.
+    """
     tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
-    return _Paths(placements, tables, num_devices, num_stages, num_microbatches, None).can_keep(
-        below_s
-    )
+    paths = _Paths(placements, tables, num_devices, num_stages, num_microbatches, between)
+    return paths.can_keep(below_s)
 
 
 Priced = Sequence[tuple[Array, Array]]

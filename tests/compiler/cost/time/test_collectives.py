@@ -162,6 +162,16 @@ def test_the_order_of_ranks_does_not_count(
     )
 
 
+@given(machines(), st.sampled_from(COLLECTIVES), st.floats(0, 1e9))
+def test_two_ranks_take_what_others_of_their_tier_do(
+    hardware: Hardware, kind: str, num_bytes: float
+) -> None:
+    """They are priced as the first two of it."""
+    for pair in itertools.permutations(range(hardware.num_devices), 2):
+        own_s = groups_collective_s(hardware, kind, num_bytes, [pair])
+        assert collective_s(hardware, kind, num_bytes, pair) == own_s
+
+
 @given(groups(), st.sampled_from(GROUP_KINDS), st.floats(1, 1e11))
 def test_no_collective_beats_what_must_leave_a_device(
     group: tuple[Hardware, tuple[int, ...]], kind: str, num_bytes: float

@@ -41,8 +41,11 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     PlacedModel,
 )
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes
-from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
-from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
+from shardwright.policies.autodist.candidates.scheduled_plans import (
+    NamedSchedule,
+    named_schedules,
+)
 from shardwright.policies.autodist.candidates.search_space import WORTH, SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages
 from shardwright.policies.autodist.cutting.cut_bounds import CutBounds
@@ -254,6 +257,57 @@ def test_a_mesh_of_simpler_plans_may_be_a_little_worse(within: float) -> None:
     found = search(bounded, num_positions=1, simpler_within=within)
     titles = {candidate.title for candidate in found.audited}
     assert titles == {"x=2 x y=2", "x=4"} if within else {"x=2 x y=2"}
+
+
+def test_further_placements_wait_until_all_meshes_were_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both pipelines fit with layers computed again, as far as stages tell."""
+    pipelines = [candidate for candidate in everything().audited if ", 1f1b" in candidate.title]
+    memory_bytes = 0.95 * min(candidate.used_bytes for candidate in pipelines)
+    done: list[str] = []
+
+    def noted(mesh_request: MeshRequest) -> PlacedModel:
+        if mesh_request.memory_bytes is not None:
+            done.append("placed further")
+        return by_thumb(mesh_request)
+
+    def tried(trials: MeshTrials, cut_request: CutRequest, *schedules: Any) -> Any:
+        done.append(cut_request.title)
+        return try_schedules(trials, cut_request, *schedules)
+
+    try_schedules = MeshTrials.try_schedules
+    monkeypatch.setattr(MeshTrials, "try_schedules", tried)
+    sizes = {1: meshes(1), 2: meshes(2), 4: []}
+    search(noted, meshes=sizes, schedules=("1f1b",), memory_bytes=memory_bytes)
+    assert sorted(done[:2]) == ["pp=2 x x=2", "pp=4"] and done[2] == "placed further"
+
+
+def test_stages_are_cut_for_as_much_less_memory_as_audits_of_plans_like_them_were_over() -> None:
+    """Of two audits the one nearest to the memory tells: 179 GB for 161 predicted."""
+
+    def asked(chunks: int) -> CutRequest:
+        return CutRequest("", (), 4, NamedSchedule("1f1b_interleaved", chunks))
+
+    plan, limits = Plan(Mesh((("x", 4),))), list[float]()
+    too_large = [
+        (
+            Candidate("", plan, 1.0, (), used_bytes=used, cut_request=asked(2)),
+            SimpleNamespace(peak_bytes=peak),
+        )
+        for used, peak in ((186.0, 209.0), (161.0, 179.0))
+    ]
+    state = SimpleNamespace(
+        result=SearchResult(),
+        space=SimpleNamespace(memory_bytes=186.0),
+        cut=lambda cut_request, memory_bytes: limits.append(memory_bytes),
+    )
+    trials = MeshTrials(
+        cast(Any, state), cast(Any, SimpleNamespace(too_large=too_large)), *[MagicMock()] * 2
+    )
+    for chunks in (2, 3):
+        trials._cut(asked(chunks))
+    assert limits == [168.0, 186.0, 186.0]  # and with all of it, where that leaves nothing
 
 
 @pytest.mark.parametrize("cost_s", [0.99, 1.01])

@@ -363,7 +363,9 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         placed = PlacedModel(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
         found = SearchResult(audited=[Candidate("one rank", placed.plan, step_s, (placed,))])
         lowered = LoweredPlacement(placed, cast(Walk, None))  # no program of it is asked for
-        found.bound(CutRequest("2 stages", (lowered,), 2, NamedSchedule("1f1b", 1)), 0.8 * step_s)
+        found.bound(
+            CutRequest("2 stages", (lowered, lowered), 2, NamedSchedule("1f1b", 1)), 0.8 * step_s
+        )
         return found
 
     return one

@@ -54,6 +54,7 @@ from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate, raise_bounds
 from shardwright.policies.autodist.search.loss_pieces import LossPieces
+from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.mesh_trials import MeshTrials
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.search_state import SearchState
@@ -308,6 +309,24 @@ def test_stages_are_cut_for_as_much_less_memory_as_audits_of_plans_like_them_wer
     for chunks in (2, 3):
         trials._cut(asked(chunks))
     assert limits == [168.0, 186.0, 186.0]  # and with all of it, where that leaves nothing
+
+
+@pytest.mark.parametrize(("num_audits", "near"), [(3, 1.2), (4, 1.05)])
+def test_plans_are_audited_as_far_above_the_best_as_predictions_were_above_audits(
+    num_audits: int, near: float
+) -> None:
+    """Of few audits nothing is taken."""
+    plan, asked = Plan(Mesh((("x", 4),))), CutRequest("", (), 4, NamedSchedule("1f1b", 1))
+    audited = [
+        Candidate("", plan, predicted_s, (), cost=PlanCost("", 1.0, (), ()), cut_request=asked)
+        for predicted_s in (0.9, 1.05, 1.0, 1.0)[:num_audits]
+    ]
+    meshes = SimpleNamespace(
+        result=SearchResult(audited=audited),
+        audits=SimpleNamespace(too_large=[]),
+        space=SimpleNamespace(near=1.2, simpler_within=0.02),
+    )
+    assert MeshSearch._near(cast(Any, meshes)) == near
 
 
 @pytest.mark.parametrize("cost_s", [0.99, 1.01])

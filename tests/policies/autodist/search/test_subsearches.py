@@ -47,7 +47,11 @@ from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedu
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.certificate import HIDDEN, certificate
-from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
+from shardwright.policies.autodist.search.subsearches import (
+    Subsearch,
+    Subsearches,
+    _once_more,
+)
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
@@ -369,6 +373,20 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         return found
 
     return one
+
+
+def test_plans_of_a_search_that_ran_twice_have_the_best_bounds_of_their_meshes() -> None:
+    """The first run, in a hurry, has placed the mesh for speed alone."""
+
+    def audited(mesh: str, step_s: float, bound_s: float) -> Candidate:
+        plan = Plan(planning.mesh_of(mesh), recompute=(f"layers.{step_s}",))
+        return Candidate("", plan, step_s, (PlacedModel(plan, bound_s, "none", "none"),))
+
+    first = SearchResult(audited=[audited("4", 2.0, 1.0), audited("2x2", 3.0, 1.5)])
+    second = SearchResult(audited=[audited("4", 1.9, 1.8)])
+    found = _once_more(replace(first, interrupted="the time limit"), second)
+    assert [each.step_s for each in found.audited] == [1.9, 2.0, 3.0]
+    assert [each.bound_s for each in found.audited] == [1.8, 1.8, 1.5]
 
 
 def test_no_search_is_begun_after_the_alarm() -> None:

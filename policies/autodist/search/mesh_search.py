@@ -43,7 +43,7 @@ FIRST_MESH_SHARES = (0.2, 0.45)
 """The shares of a short limit until which meshes are placed to begin with, and tried."""
 
 FEW_AUDITS = 4
-"""Of fewer audits it is not taken how far predictions are above them."""
+"""The fewest audits that tell how far predictions are above them."""
 
 NUM_VARIED = 3
 """How many of the best plans each time have their placements tried with more stages on a position.
@@ -175,6 +175,9 @@ class MeshSearch:
         self.audits.audit_promising(near=self._near())
 
     def _near(self) -> float:
+        """How many times as long as the best plan others may be predicted to take, to be audited:
+        what predictions were of their audits, at most.
+        """
         audited = [
             (each, each.cost)
             for each in self.result.audited

@@ -285,7 +285,7 @@ def test_further_placements_wait_until_all_meshes_were_tried(
 
 
 def test_stages_are_cut_for_as_much_less_memory_as_audits_of_plans_like_them_were_over() -> None:
-    """Of two audits the one nearest to the memory tells: 179 GB for 161 predicted."""
+    """The audit nearest to the memory tells: 179 GB for 161 predicted, and not 209 for 186."""
 
     def asked(chunks: int) -> CutRequest:
         return CutRequest("", (), 4, NamedSchedule("1f1b_interleaved", chunks))
@@ -315,7 +315,7 @@ def test_stages_are_cut_for_as_much_less_memory_as_audits_of_plans_like_them_wer
 def test_plans_are_audited_as_far_above_the_best_as_predictions_were_above_audits(
     num_audits: int, near: float
 ) -> None:
-    """Of few audits nothing is taken."""
+    """A few audits tell nothing."""
     plan, asked = Plan(Mesh((("x", 4),))), CutRequest("", (), 4, NamedSchedule("1f1b", 1))
     audited = [
         Candidate("", plan, predicted_s, (), cost=PlanCost("", 1.0, (), ()), cut_request=asked)

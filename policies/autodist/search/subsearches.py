@@ -34,7 +34,6 @@ from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.policies.autodist.candidates.alarm import Alarm
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import (
     INTERRUPT,
     NOT_SEARCHED,
@@ -312,40 +311,27 @@ def _once_more(before: SearchResult, found: SearchResult) -> SearchResult:
     is_further = found.interrupted is None or (has_some and found.num_left <= before.num_left)
     kept, other = (found, before) if is_further else (before, found)
     known = [candidate.plan for candidate in kept.audited]
-    kept.audited += [candidate for candidate in other.audited if candidate.plan not in known]
-    kept.audited = _best_bounded(sorted(kept.audited, key=lambda candidate: candidate.step_s))
+    least_s = 0.0 if kept.interrupted else kept.bound_s
+    kept.audited += [
+        _bounded(candidate, least_s) for candidate in other.audited if candidate.plan not in known
+    ]
+    kept.audited.sort(key=lambda candidate: candidate.step_s)
     kept.compared = list(dict.fromkeys([*other.compared, *kept.compared]))
     if found.interrupted == INTERRUPT:
         kept.interrupted = INTERRUPT
     return kept
 
 
-def _best_bounded(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with the best bound that any of them has of its mesh, which is one of all
-    plans there: a search in a hurry knows less of it.
+def _bounded(candidate: Candidate, least_s: float) -> Candidate:
+    """A candidate of a search no plan of which takes less than ``least_s``: a run of it in a hurry
+    knows less of the mesh.
     """
-    best: dict[object, PlacedModel] = {}
-    for candidate in candidates:
-        placed = candidate.placed[0]
-        if not candidate.is_mixed:
-            known = best.setdefault(_mesh_of(candidate), placed)
-            if placed.bound_s > known.bound_s:
-                best[_mesh_of(candidate)] = placed
-    found = []
-    for candidate in candidates:
-        if not candidate.is_mixed:
-            known, (placed, *others) = best[_mesh_of(candidate)], candidate.placed
-            bounded = replace(placed, bound_s=known.bound_s, proof=known.proof)
-            candidate = replace(candidate, placed=(bounded, *others))
-        found.append(candidate)
-    return found
-
-
-def _mesh_of(candidate: Candidate) -> object:
-    """The axes of a candidate by their sizes, and which of them has its stages."""
-    mesh = candidate.plan.mesh
-    place = mesh.names.index("pp") if candidate.plan.stages else None
-    return tuple(size for _, size in mesh.axes), mesh.turns, place
+    bound_s = min(least_s, candidate.compared_s)
+    if candidate.plan.stages:
+        return replace(candidate, split_bound_s=max(candidate.split_bound_s, bound_s))
+    placed, *others = candidate.placed
+    placed = replace(placed, bound_s=max(placed.bound_s, bound_s))
+    return replace(candidate, placed=(placed, *others))
 
 
 def _add(total: SearchResult, found: SearchResult, subsearch: Subsearch) -> None:

@@ -375,18 +375,21 @@ def found_by(seconds: Mapping[int, float]) -> Any:
     return one
 
 
-def test_plans_of_a_search_that_ran_twice_have_the_best_bounds_of_their_meshes() -> None:
+@pytest.mark.parametrize(("interrupted", "bounds_s"), [(None, [1.8, 1.8]), ("time", [1.8, 1.0])])
+def test_plans_of_a_search_that_ran_twice_have_the_bound_of_a_run_that_came_to_its_end(
+    interrupted: str | None, bounds_s: list[float]
+) -> None:
     """The first run, in a hurry, has placed the mesh for speed alone."""
 
-    def audited(mesh: str, step_s: float, bound_s: float) -> Candidate:
-        plan = Plan(planning.mesh_of(mesh), recompute=(f"layers.{step_s}",))
-        return Candidate("", plan, step_s, (PlacedModel(plan, bound_s, "none", "none"),))
+    def audited(step_s: float, bound_s: float) -> SearchResult:
+        plan = Plan(planning.mesh_of("4"), recompute=(f"layers.{step_s}",))
+        placed = PlacedModel(plan, bound_s, "none", "none")
+        return SearchResult(audited=[Candidate("", plan, step_s, (placed,))])
 
-    first = SearchResult(audited=[audited("4", 2.0, 1.0), audited("2x2", 3.0, 1.5)])
-    second = SearchResult(audited=[audited("4", 1.9, 1.8)])
-    found = _once_more(replace(first, interrupted="the time limit"), second)
-    assert [each.step_s for each in found.audited] == [1.9, 2.0, 3.0]
-    assert [each.bound_s for each in found.audited] == [1.8, 1.8, 1.5]
+    first, second = audited(2.0, 1.0), audited(1.9, 1.8)
+    found = _once_more(replace(first, interrupted="time"), replace(second, interrupted=interrupted))
+    assert [each.step_s for each in found.audited] == [1.9, 2.0]
+    assert [each.bound_s for each in found.audited] == bounds_s
 
 
 def test_no_search_is_begun_after_the_alarm() -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from published import TABLES
-from published_record import Searched, read_record, summary, write_record
+from published_record import Record, Searched, read_record, summary, write_record
 from published_runs import (
     SEQUENCE_PARALLEL,
     Row,
@@ -152,6 +152,11 @@ class Searches:
         return searched_freely(row, known, self._limit_s, self._most_ranks)
 
 
+def recorded(path: Path | None) -> Record:
+    """What a record holds now: others may add to it at the same time."""
+    return read_record(path) if path else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,10 +186,11 @@ def main() -> None:
     rows = [row for row in rows if arguments.study in row.study and not row.experts]
     rows = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     said = distinct([row for row in rows if refusal(row) is None])
-    record = read_record(arguments.record) if arguments.record else {}
+    record: Record = {}
     searches = Searches(arguments.limit, arguments.most_ranks if arguments.free else None)
     print(heading(["row", "study", "model", "GPUs"]), flush=True)
     for row in spread(said, arguments.most):
+        record |= recorded(arguments.record)
         if row.name in record:
             continue
         known = published(row)
@@ -192,7 +198,7 @@ def main() -> None:
         own = [row.name, row.study, row.model, str(row.gpus)]
         print(line([*own, *cells(theirs, found)]), flush=True)
         work = Searched(row.name, row.study, row.model, row.gpus, arguments.limit)
-        record[row.name] = work, theirs, found
+        record |= {**recorded(arguments.record), row.name: (work, theirs, found)}
         if arguments.record:
             write_record(arguments.record, record)
     for row in rows:

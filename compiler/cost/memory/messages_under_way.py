@@ -115,21 +115,25 @@ class _Ends:
                     self._receives.add((payload, target))
                     if is_remote:
                         self._received.setdefault((payload, target), []).append(value)
+        coming = self._coming()
+        senders = {positions[stage] for _, stage in coming}
+        receivers = {
+            positions[value.target if payload == "activations" else value.source]
+            for (payload, _), sent in self._sent.items()
+            for value in sent
+        }
         self._numbers: dict[tuple[Payload, int, int], int] = {}
-        for listed in actions:
-            for number, action in enumerate(listed):
+        for peer in senders | receivers:
+            for number, action in enumerate(actions[peer]):
                 if action.kind in PAYLOADS:
                     made = (PAYLOADS[action.kind], action.stage, action.microbatch)
                     self._numbers[made] = number
         # A channel is the messages from one peer in the order of its actions, which is the order in
         # which they must be received.
-        coming = self._coming()
         self._channels: dict[int, deque[_Incoming]] = {}
-        for peer, listed in enumerate(actions):
-            if peer == position:
-                continue
+        for peer in senders:
             channel = self._channels[peer] = deque()
-            for action in listed:
+            for action in actions[peer]:
                 if action.kind in PAYLOADS:
                     sent = coming.get((PAYLOADS[action.kind], action.stage), ())
                     channel.extend(_Incoming(p, value, action.microbatch) for p, value in sent)

@@ -268,9 +268,8 @@ def stage_times(
     """The times of one microbatch of a stage. ``added_s``: seconds of adding to gradients."""
     own = program.programs[index]
     whole_s = body.backward_s + added_s
-    kinds = {
-        action.kind for listed in schedule.actions for action in listed if action.stage == index
-    }
+    listed = schedule.actions[schedule.placement[index]]
+    kinds = {action.kind for action in listed if action.stage == index}
     # A schedule that has ``B`` alone computes gradients of inputs and weights together.
     if ActionKind.INPUT_GRADIENT not in kinds:
         return StageTimes(body.forward_s, whole_s, 0.0)

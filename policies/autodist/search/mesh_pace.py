@@ -21,6 +21,9 @@ LAST_SHARE = 0.9
 something to audit.
 """
 
+SLOW_SHARE = 0.05
+"""The share of the steady time that is much for one mesh."""
+
 
 class MeshPace:
     """What the time leaves. ``num_tried``: the meshes that were tried; ``num_waiting``: those of
@@ -52,6 +55,10 @@ class MeshPace:
         took.
         """
         return self._clock.spent(self.num_waiting * self._clock.longest_s(TRIED)) >= 1.0
+
+    def is_slow(self) -> bool:
+        """Whether some of the meshes tried of late took much of the time."""
+        return self._clock.longest_s(TRIED) > SLOW_SHARE * self._clock.steady_s
 
     def hurries(self) -> bool:
         """Whether there is time for little more than one plan that fits, and none yet."""

@@ -291,8 +291,9 @@ class MeshSearch:
                     self.pace.num_waiting = sum(
                         other.bound_s < self.state.out_s(other) for other in waiting
                     )
-                    # An answer, and how long audits take, before the others use up the time.
-                    if self.pace.is_scarce() and not self.result.audited:
+                    # An answer, and how long audits take, before the others use up the time. Where
+                    # they take long, it soon tells of most schedules on them that they are worse.
+                    if not self.result.audited and (self.pace.is_scarce() or self.pace.is_slow()):
                         self.audits.audit_promising(most=1)
                     if hurries:
                         hurried.append(placed_mesh)

@@ -57,5 +57,8 @@ def band_of(num_blocks: int, width: int) -> Band:
 
 def most_blocks(stages: Array) -> int:
     """The most blocks of the stages for which a table ``[start, stop]`` is true; 0 for none."""
-    starts, stops = np.nonzero(stages)
-    return int((stops - starts).max(initial=0))
+    if not stages.size:
+        return 0
+    # The first start of each stop.
+    starts, stops = stages.argmax(axis=0), np.arange(stages.shape[1])
+    return int((stops - starts).max(initial=0, where=stages[starts, stops]))

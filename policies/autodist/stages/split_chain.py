@@ -26,6 +26,7 @@ stages before it and before its gradient has gone back.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -539,26 +540,23 @@ class _Paths:
         return self.num_lots in before and bool(np.isfinite(before[self.num_lots][self.num_blocks]))
 
     def least_memory(self, counts: Sequence[float]) -> float:
-        """The least over all splits of what the fullest device needs. ``counts``: microbatches in
-        flight by stage.
+        """The least over all splits of what the fullest device needs; infinite where the devices do
+        not add up. ``counts``: microbatches in flight by stage.
         """
-        tables = {count: [table.least_bytes(count) for table in self.tables] for count in counts}
-        # Candidates for the answer are the numbers in the tables.
-        every = np.unique(
-            np.concatenate([table.ravel() for listed in tables.values() for table in listed])
-        )
-        sizes = every[np.isfinite(every)].tolist()
-        nothing = np.zeros((self.num_blocks + 1, self.num_blocks + 1))
-        low, high = 0, len(sizes)
-        # Bisection: does a split exist that needs no more?
-        while low < high:
-            middle = (low + high) // 2
-            fitting = {}
-            for count, listed in tables.items():
-                allowed = (np.where(table <= sizes[middle], 0.0, np.inf) for table in listed)
-                fitting[count] = [(each, nothing) for each in allowed]
-            if self.least_sum([fitting[count] for count in counts], np.inf) is not None:
-                high = middle
-            else:
-                low = middle + 1
-        return sizes[low] if low < len(sizes) else float("inf")
+        # By placement and lots used: what the fullest stage needs at least, by block.
+        before: Reached = {-1: {0: self._nothing()}}
+        for count, alike in itertools.groupby(counts):
+            tables = [table.least_bytes(count) for table in self.tables]
+            for _ in alike:
+                after = Reached()
+                for index, used in self._places(before):
+                    columns, stop_lots = after.setdefault(index, {}), used + self.sizes[index]
+                    for message, fullest, _ in self._arrivals(before, index, used):
+                        needed = np.maximum(fullest[:, None], tables[index])
+                        if message is not None:
+                            needed = np.where(np.isfinite(message), needed, np.inf)
+                        least = needed.min(axis=0)
+                        columns[stop_lots] = np.minimum(columns.get(stop_lots, np.inf), least)
+                before = after
+        ends = (columns.get(self.num_lots) for columns in before.values())
+        return min((float(end[self.num_blocks]) for end in ends if end is not None), default=np.inf)

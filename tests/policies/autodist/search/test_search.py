@@ -438,6 +438,23 @@ def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun
     assert found.best is not None and found.seconds <= limit_s
 
 
+@pytest.mark.parametrize(("took_s", "has_some"), [(4.0, False), (6.0, True)])
+def test_where_trying_takes_long_a_plan_is_audited_before_the_second_mesh_is_tried(
+    took_s: float, has_some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twentieth of 100 s is long for one mesh."""
+    clock, audited, try_all = Passing(100.0), list[bool](), MeshTrials.try_all
+
+    def slowly(trials: MeshTrials, placed_mesh: PlacedMesh) -> None:
+        audited.append(bool(trials._result.audited))
+        clock.passed_s += took_s
+        try_all(trials, placed_mesh)
+
+    monkeypatch.setattr(MeshTrials, "try_all", slowly)
+    search(clock=clock)
+    assert audited[:2] == [False, has_some] and audited[-1] == has_some
+
+
 def test_where_time_is_short_the_first_plan_that_is_too_large_is_tried_with_the_loss_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

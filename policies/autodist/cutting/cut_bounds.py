@@ -22,6 +22,11 @@ from shardwright.policies.autodist.stages.stage_minima import Least
 Waits = dict[tuple[NamedSchedule, int], tuple[Chains, Known]]
 """The chains of actions, by schedule and number of positions, and what is known of them."""
 
+MAX_ENTRIES = 60_000_000
+"""How many numbers the tables of one placement may have for a bound: half a GB. More are needed
+where hundreds of positions cut layers finely, as 256 do with 128 layers: 16 GB and more.
+"""
+
 
 class CutBounds:
     """The bounds of the cuts of requests on one graph."""
@@ -71,9 +76,11 @@ class CutBounds:
             self.waits[key] = Chains(schedule), Known()
         waits, known = self.waits[key]
         alone, memory = alone_of(cut_request, count), self.space.memory_bytes
-        games = []
+        games: list[Game] = []
         # For each way to see the model as blocks: the least of what its stages can have.
         for starts, layers in self.blocks.chains(cut_request):
+            if Least.num_entries(len(starts), alone) > MAX_ENTRIES:
+                return ScheduledBound([])  # the least game counts, and it may be this one
             costs = self.blocks.costs(cut_request, starts, layers)
             messages = self.blocks.messages(cut_request, starts)
             placed_blocks = self.blocks.placed(cut_request, costs)

@@ -450,7 +450,7 @@ class ScheduledBound:
     """The games of all ways to see the model as blocks, of which the least counts.
 
     Args:
-        games: at least one.
+        games: without any nothing is known.
         share: of what actions take one after the other, what a step takes at least, as collectives
             run beside them.
     """
@@ -459,18 +459,20 @@ class ScheduledBound:
         self._games, self._share = games, share
 
     @property
-    def _least(self) -> Game:
-        return min(self._games, key=lambda game: game.bound_s)
+    def _least(self) -> Game | None:
+        return min(self._games, key=lambda game: game.bound_s, default=None)
 
     @property
     def bound_s(self) -> float:
         """Seconds that no cut takes less than, as far as was played."""
-        return self._share * self._least.bound_s
+        least = self._least
+        return 0.0 if least is None else self._share * least.bound_s
 
     @property
     def is_over(self) -> bool:
         """Whether the bound can get no better."""
-        return self._least.is_over
+        least = self._least
+        return least is None or least.is_over
 
     def play(
         self,
@@ -479,4 +481,5 @@ class ScheduledBound:
         is_late: Callable[[], bool] = lambda: False,
     ) -> None:
         """Play some more rounds of the game that counts, as :meth:`Game.play`."""
-        self._least.play(enough_s / self._share, rounds, is_late)
+        if (least := self._least) is not None:
+            least.play(enough_s / self._share, rounds, is_late)

@@ -89,7 +89,8 @@ class Least:
             count: tables.again_s(count, memory_bytes, least=True)
             for count in dict.fromkeys(counts)
         }
-        self.fits = [some & np.isfinite(again[count]) for count in counts]
+        fits = {count: some & np.isfinite(seconds) for count, seconds in again.items()}
+        self.fits = [fits[count] for count in counts]
         first = {
             count: np.where(np.isfinite(seconds), seconds, 0.0) for count, seconds in again.items()
         }
@@ -97,6 +98,11 @@ class Least:
         self.first = [(first[count], saved[count]) for count in counts]
         self._counts = tuple(counts)
         self._banded: _Banded | None = None
+
+    @staticmethod
+    def num_entries(num_blocks: int, counts: Sequence[int]) -> int:
+        """About how many numbers the tables of so many blocks have."""
+        return (num_blocks + 1) ** 2 * (NUM_PARTS + 2 * len(set(counts)))
 
     def priced(self, stage: int, counts: Array, band: Band) -> Array:
         """What the parts of a stage take at least, ``counts`` of each, if it ``fits``; of others

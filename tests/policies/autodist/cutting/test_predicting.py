@@ -23,7 +23,12 @@ from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
-from shardwright.policies.autodist.cutting import model_chains, predicting, request_blocks
+from shardwright.policies.autodist.cutting import (
+    cut_bounds,
+    model_chains,
+    predicting,
+    request_blocks,
+)
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.cutting.model_chains import ModelChains
 from shardwright.policies.autodist.placement.place import place
@@ -202,6 +207,21 @@ def test_cuts_that_are_not_simulated_are_no_better(
         counts.append(simulated[0] - sum(counts))
         monkeypatch.setattr(predicting.Prediction, "_busiest_s", lambda self, times: 0.0)
     assert found[0] == found[1] and counts[0] < counts[1]
+
+
+def test_where_a_bound_takes_too_much_memory_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_request, _ = cut_request_for("gpt2", "2", 1e6, 2)
+    bounds = Cutter(zoo_graph("gpt2"), SearchSpace(meshes={}, num_microbatches=COUNT)).bounds
+    found = []
+    for most in (cut_bounds.MAX_ENTRIES, 1):
+        monkeypatch.setattr(cut_bounds, "MAX_ENTRIES", most)
+        bound = bounds.scheduled_bound(cut_request)
+        for _ in range(4):  # a turn for each way to see the model as blocks, and more
+            bound.play(float("inf"), 8)
+        found.append((bound.bound_s > 0.0, bound.is_over and bound.bound_s == 0.0))
+    assert found == [(True, False), (False, True)]
 
 
 def test_what_schedules_share_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
